@@ -21,14 +21,7 @@ SAME = 1e-6  # rewards with a smaller standard deviation count as equal: group_a
 class GroupCollector:
     """Decides which groups a step trains on. Depends only on the offered groups and their order.
 
-    With continuous batching, `refill` replaces `next_batch`. Otherwise:
-
-        while n := collector.next_batch():
-            collector.offer(<groups of the next n prompts, in their order>)
-        groups, surplus = collector.result()
-
-    prompts  groups wanted
-    surplus  accepted groups that the previous step did not need
+    surplus: accepted groups that the previous step did not need
     """
 
     def __init__(
@@ -36,10 +29,10 @@ class GroupCollector:
     ) -> None:
         self.prompts, self.dynamic = prompts, dynamic
         self.accepted = list(surplus)
-        self.offered: list[SampleGroup] = []  # of this step, in order
+        self.offered: list[SampleGroup] = []
         self.rejected: list[SampleGroup] = []
         self.batches = 0
-        self.submitted = 0  # prompts, with continuous batching
+        self.submitted = 0
 
     @property
     def missing(self) -> int:
@@ -60,14 +53,11 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
-        """Return the number of prompts to submit now. Raises as `next_batch`.
+        """Return the number of prompts to submit now, with continuous batching. Raises as `next_batch`.
 
-        At most `prompts` (or the first batch) run at once, and a step has at most `prompts` * max_batches.
         How many run depends on time. Which groups are accepted does not.
 
-        Args:
-            ahead: complete groups that wait for an earlier one that is still running
-            running: number of incomplete groups
+        ahead: complete groups that wait for an earlier one; running: number of incomplete groups
         """
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
@@ -95,7 +85,7 @@ class GroupCollector:
         return not self.dynamic.enabled or self._differs(group)
 
     def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
-        """Estimate the prompts that yield `missing` accepted groups, by Laplace's rule of succession."""
+        """Estimate the prompts that yield `missing` groups, by Laplace's rule of succession."""
         kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
@@ -106,7 +96,7 @@ class GroupCollector:
         errors = sorted(r.error for r in responses if r.error is not None)
         first = errors[0] if errors else "no error is known"
         if responses and not any(r.judged for r in responses):
-            if first.startswith(("rollout.", "reward.")):  # already names the key
+            if first.startswith(("rollout.", "reward.")):
                 raise ConfigError(f"{first} (and no response to {count} prompts was graded)")
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
         all_failed = responses and len(errors) == len(responses)
@@ -124,17 +114,14 @@ class GroupCollector:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
-        """Return the `prompts` groups to train on, and at most `prompts` surplus groups.
-
-        If too few were accepted, the first rejected ones follow them."""
+        """Return `prompts` groups, if need be with rejected ones, and at most `prompts` surplus groups."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
         """Return rollout/*: counts over the groups offered in this step.
 
-        groups_all_right and groups_all_wrong count only groups that dynamic sampling would reject. waste is
-        the share of tokens that neither this step nor the next one uses."""
+        groups_all_right and groups_all_wrong count only groups that dynamic sampling would reject."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
@@ -159,11 +146,10 @@ class GroupCollector:
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
     """Return the samples of groups, in their order, as columns, with the tokens that are on this rank.
 
-    Columns [n] are those of `_sample_columns`, columns [T] those of `pack_tokens`. A sample that does not
-    count is its prompt alone, in a separate group: it adds no token to a loss, denominator or statistic.
+    A sample that does not count is its prompt alone, in a separate group: it adds no token to a loss,
+    denominator or statistic.
 
-    compared: whether samples are compared with their group's. Then `SampleGroup.counted` count; otherwise
-        all graded ones do.
+    compared: only `SampleGroup.counted` count; otherwise all graded ones do
     """
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
@@ -288,7 +274,6 @@ def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[s
 
 
 def reward_part(sample: Sample, name: str) -> float:
-    """Return what one of `reward.parts` gave a sample; 0 for a term whose verifier failed."""
     if name == "verifier":
         return float(sample.correct) if sample.score is None else sample.score
     if name == "overlong":

@@ -1,7 +1,4 @@
-"""The controller: decides which prompts are sampled, where, and when a step has enough groups.
-
-It runs on the first rank with an engine, next to that rank's worker (worker.py), and talks to all workers by
-messages (messages.py). It has one table of responses and one record per engine (`Dispatcher`)."""
+"""The controller: decides which prompts are sampled, where, and when a step has enough groups."""
 
 from __future__ import annotations
 
@@ -24,22 +21,19 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 DrawPrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
-PRIOR = 8  # finished responses credited to each engine at the start, so that early speeds vary little
+PRIOR = 8  # finished responses credited to each engine, so that early speeds vary little
 
 
 @dataclass
 class GroupRequest:
-    """A prompt, and a seed for each of its responses."""
-
     prompt: Prompt
     seeds: Sequence[int]
     expected: float = 0.0  # mean length of the prompt's newest group, tokens; 0: unknown
-    first_id: int | None = None  # of its samples; None: not assigned yet
+    first_id: int | None = None
     engine_by_response: Sequence[int | None] = ()  # which keeps a partial response; None: there is none
 
     @property
     def partials(self) -> list[tuple[int, int]]:
-        """Return the engine and the sample id of each partial response."""
         if self.first_id is None:
             return []
         engines = enumerate(self.engine_by_response)
@@ -48,13 +42,11 @@ class GroupRequest:
 
 @dataclass
 class Slot:
-    """A row of the table: one response of a group that was not taken yet."""
-
     request: GroupRequest
-    id: int  # of its sample, unique within a run
-    index: int  # in its group
-    engine: int | None = None  # None while it waits for one
-    sample: Sample | None = None  # None until it is finished
+    id: int
+    index: int
+    engine: int | None = None
+    sample: Sample | None = None
 
     def is_running_on(self, engine: int) -> bool:
         return self.engine == engine and self.sample is None
@@ -62,53 +54,48 @@ class Slot:
 
 @dataclass
 class EngineLoad:
-    """The controller's record of one engine in the present rollout."""
-
-    servers: int = 1  # of a client of servers
+    servers: int = 1
     queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
-    waiting_for_tool: int = 0  # running responses that wait for a tool, an environment or an agent
-    finished: int = 0  # responses
-    newly_finished: int = 0  # of these, reported by the newest messages
-    busy_seconds: float = 0.0  # in which it had work
+    waiting_for_tool: int = 0
+    finished: int = 0
+    newly_finished: int = 0  # reported by the newest messages
+    busy_seconds: float = 0.0
 
 
 class Controller:
-    """Runs rollouts by messages to and from workers.
+    """Runs rollouts by messages to and from workers, on the first rank with an engine.
 
-    With continuous batching, new prompts start while groups are missing. Once there are enough, the rest is
-    aborted and comes first in the next step. With `rollout.continue_partial` aborted responses continue.
+    With continuous batching, new prompts start while groups are missing. The rest is aborted
+    and comes first in the next step.
 
-    ranks  number of ranks with engines
-    draw   returns the next n prompts of the training data
-    """
+    draw: returns the next n prompts of the training data"""
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
         self.config, self.hub, self.draw = config, hub, draw
         self.continuous_batching = config.rollout.capabilities.continuous_batching
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
-        self.surplus: list[SampleGroup] = []  # accepted groups for the next step
-        self.returned: list[GroupRequest] = []  # the next step samples these first
-        self.lengths: dict[int, float] = {}  # mean length of each prompt's newest group, tokens, by uid
-        self.orders: list[m.Order] = []  # of the trainers, waiting
-        self.next_id = 1  # of samples
+        self.surplus: list[SampleGroup] = []
+        self.returned: list[GroupRequest] = []
+        self.lengths: dict[int, float] = {}  # by uid, see GroupRequest.expected
+        self.orders: list[m.Order] = []
+        self.next_id = 1
         self.start_rollout(SamplingParams(0))
 
     def start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
         """Reset the state of one rollout. window: most new tokens of a response; 0: no limit"""
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
-        self._times_sampled: Counter[int] = Counter()  # prompts of this rollout, by uid
+        self._times_sampled: Counter[int] = Counter()
         self._answers: list[m.SamplesAborted | m.TokenDataReply] = []
         self._is_aborting = False
-        self._failures: dict[int, str] = {}  # of engines, by rank
+        self._failures: dict[int, str] = {}
         self.hub.reset_silence()
 
     async def collect(self, step: int) -> StepGroups:
         """Collect `rollout.prompts` groups for a step. Return them, metrics, and the verifiers' errors.
 
-        Metrics count rejected groups too, so that they show the policy's accuracy. Raises as
-        GroupCollector.next_batch, and errors of engines and verifiers."""
+        Metrics count rejected groups too, so that they show the policy's accuracy."""
         rollout = self.config.rollout
         self.start_rollout(make_sampling_params(rollout, step))
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
@@ -126,13 +113,11 @@ class Controller:
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
-        # Nothing was offered if the surplus of the previous step was enough.
         counted = collector.offered or groups
         metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_unjudged)
         return groups, stats | metrics, error_counts
 
     def _offer_groups(self, collector: GroupCollector) -> None:
-        """Offer complete groups, until none is missing: the collector may reject some."""
         while groups := self.dispatcher.take_groups(collector.missing if self.continuous_batching else None):
             collector.offer(groups)
 
@@ -144,9 +129,7 @@ class Controller:
         return self.take_requests(collector.refill(complete, len(groups) - len(complete)), step)
 
     def take_requests(self, prompts: int, step: int) -> list[GroupRequest]:
-        """Return requests for the next prompts, first those that an earlier step returned.
-
-        A prompt that occurs again in one step gets other seeds."""
+        """Return requests for the next prompts, returned ones first. Repeated prompts get other seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
             requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
@@ -161,7 +144,6 @@ class Controller:
         return requests
 
     async def generate(self, requests: Sequence[GroupRequest], params: SamplingParams) -> list[SampleGroup]:
-        """Return one group per request, in their order, without reward terms."""
         self.start_rollout(params, terms=False)
         await self.dispatch(requests)
         return await self.wait_for_groups()
@@ -172,7 +154,6 @@ class Controller:
         return self.dispatcher.take_groups()
 
     async def dispatch(self, requests: Sequence[GroupRequest]) -> None:
-        """Add requests, assign ids, and start the responses that have room on an engine."""
         numbered = []
         for request in requests:
             if request.first_id is None:
@@ -184,7 +165,7 @@ class Controller:
             await self._start(engine, [*continued[engine], *slots])
 
     async def _start(self, engine: int, slots: Sequence[Slot]) -> None:
-        """Start responses on an engine. Each prompt is sent once."""
+        """Start responses on an engine."""
         if not slots:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
@@ -203,9 +184,7 @@ class Controller:
         await self.hub.send(engine * self.ranks_per_engine, message)
 
     async def handle_messages(self) -> None:
-        """Wait for messages, act on each, and start responses on engines with room (not while aborting).
-
-        Raises the error of any rank."""
+        """Wait for messages, act on each, and start responses. Raises the error of any rank."""
         messages = await self.hub.receive(m.KEEP_ALIVE_SECONDS)
         for load in self.dispatcher.engines:
             load.newly_finished = 0
@@ -239,7 +218,6 @@ class Controller:
             await self.hub.send_all(m.RestartEngines(failures))
 
     def _describe_silence(self, rank: int) -> str:
-        """Return an error message about a rank that sends nothing."""
         engine = rank // self.ranks_per_engine
         slot = next((one for one in self.dispatcher.slots.values() if one.is_running_on(engine)), None)
         what = "it has no response to generate"
@@ -249,7 +227,6 @@ class Controller:
         return f"rollout: {m.rank_name(rank)} {limit}; {what}"
 
     async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.SamplesAborted | m.TokenDataReply]:
-        """Return the answers of engines' leaders to a question each."""
         self._answers = []
         for engine, question in questions.items():
             await self.hub.send(engine * self.ranks_per_engine, question)
@@ -258,9 +235,7 @@ class Controller:
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
-        """Abort all running responses. Return the requests whose groups were not taken, in their order.
-
-        With `rollout.continue_partial` their tokens stay on the engines."""
+        """Abort all running responses. Return the requests whose groups were not taken, in their order."""
         keep, self._is_aborting = self.config.rollout.continue_partial, True
         ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
@@ -295,7 +270,6 @@ class Controller:
         return [group.with_data(data_by_id) for group in groups]
 
     async def end(self, groups: Sequence[SampleGroup]) -> None:
-        """End the rollout on all ranks. They keep the tokens of `groups` and of the next step."""
         keep: dict[int, list[int]] = {}
         for sample in (sample for group in (*groups, *self.surplus) for sample in group.samples):
             keep.setdefault(sample.owner, []).append(sample.id)
@@ -318,12 +292,12 @@ class Controller:
 
 
 class Dispatcher:
-    """The controller's table of responses and its records of engines. Assigns responses to engines."""
+    """The controller's table of responses and its records of engines."""
 
     def __init__(self, config: Config, engines: int) -> None:
         rollout = config.rollout
-        self.slots: dict[int, Slot] = {}  # by id, in the order of the prompts, until their group is taken
-        self.version = -1  # of the weights; -1 before the first response is finished
+        self.slots: dict[int, Slot] = {}
+        self.version = -1
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
         self.rebalanced = 0  # responses that started on another engine than planned
         limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
@@ -336,11 +310,10 @@ class Dispatcher:
         return max(busy) - sum(busy) / len(busy)
 
     def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
-        """Add requests with ids to the table and plan their engines. Return, by engine, continued slots.
+        """Add requests to the table and plan their engines. Return, by engine, continued slots.
 
-        A partial response continues on the engine that keeps its tokens. New slots are divided equally in the
-        order of their prompts, so that few engines prefill the same prompt. The longest expected ones start
-        first."""
+        A partial response continues on the engine that keeps its tokens. New slots are divided in the
+        prompts' order, so that few engines prefill the same prompt. The longest expected ones start first."""
         fresh: list[Slot] = []
         continued: list[list[Slot]] = [[] for _ in self.engines]
         for request in requests:
@@ -356,8 +329,7 @@ class Dispatcher:
     def assign(self) -> list[list[Slot]]:
         """Assign waiting responses to engines with room. Return them by engine.
 
-        An engine (or each of its servers) has room for `rollout.in_flight` responses, not counting those that
-        wait for a tool. Newly finished ones are added, so that it never runs dry between two messages."""
+        Newly finished ones add room, so that an engine never runs dry between two messages."""
         on_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
         running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
         limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
@@ -372,7 +344,7 @@ class Dispatcher:
         return [[self.slots[i] for i in share] for share in shares]
 
     def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
-        """Record finished samples of an engine. Raises EngineError if engines have different weights."""
+        """Record finished samples. Raises EngineError if engines have different weights."""
         if self.version not in (-1, version):
             different = f"different weight versions: {sorted((self.version, version))}"
             raise EngineError(f"rollout: the ranks' engines have {different}")
@@ -385,7 +357,7 @@ class Dispatcher:
             self.slots[sample.id].sample = sample
 
     def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
-        """Yield each request, in the order of the prompts, and its group; None if it is incomplete."""
+        """Yield each request and its group; None if it is incomplete."""
         for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
             slots = list(some)
             samples = [slot.sample for slot in slots if slot.sample is not None]
@@ -393,7 +365,6 @@ class Dispatcher:
             yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
 
     def take_groups(self, most: int | None = None) -> list[SampleGroup]:
-        """Remove and return the complete groups before the first incomplete one, at most `most`."""
         taken: list[SampleGroup] = []
         for _, group in self.groups():
             if group is None or len(taken) == most:
@@ -414,15 +385,10 @@ def share_out(
 ) -> list[list[int]]:
     """Return the waiting responses that each engine starts now.
 
-    Responses go one by one to the engine that would run dry first at its speed so far, up to its limit. An
-    engine takes from the front of its queue. Then it takes neighbours, which may share a prompt, from the end
-    of the longest queue.
+    Responses go one by one to the engine that would run dry first at its speed so far. An engine takes from
+    the front of its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
-    Args, with one entry per engine:
-        queues: planned responses, in the order in which they should start.
-        running: number of running responses.
-        limits: most responses at once.
-        finished: number of finished responses, a measure of speed.
+    limits: most responses at once; finished: number of finished responses, a measure of speed
     """
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)

@@ -1,6 +1,4 @@
-"""Episodes, each of which generates one response, and their engine's client.
-
-megarl.agents has the episodes of several turns, and is imported only if the configuration asks for one."""
+"""Episodes, each of which generates one response, and their engine's client."""
 
 from __future__ import annotations
 
@@ -32,20 +30,18 @@ POLL_SECONDS = 0.2  # for which an engine in other processes is polled at once
 class EpisodeAborted(BaseException):
     """The rollout is over; a later one may continue this response.
 
-    It is no Exception, so that user code that catches errors of tools does not catch it."""
+    No Exception, so that user code that catches errors of tools does not catch it."""
 
 
 class EngineClient:
     """Passes requests of coroutines on the leader's event loop to its engine.
 
-    threads: wait for an engine in other processes. The loop's default threads may all be occupied by user
-        code (`asyncio.to_thread`) that waits for the engine.
-    """
+    threads: wait for the engine. User code may occupy all of the loop's default threads."""
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
         self.busy = 0.0  # seconds in which the engine had work
-        self.recovered = asyncio.Event()  # set when the engine has restarted after a failure
+        self.recovered = asyncio.Event()
         self._count = 0
         self._new: dict[SamplingParams, dict[int, GenerationRequest]] = {}
         self._answers: dict[int, asyncio.Future[TokenData]] = {}
@@ -55,9 +51,7 @@ class EngineClient:
     async def generate(
         self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: TokenData | None, most: int
     ) -> TokenData:
-        """Return `prefix` and its continuation, together at most `most` tokens.
-
-        finish_reason is "abort" after `abort`."""
+        """Return `prefix` and its continuation, together at most `most` tokens."""
         key, self._count = self._count, self._count + 1
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._new.setdefault(params, {})[key] = GenerationRequest(tokens, seed, prefix, most)
@@ -65,9 +59,7 @@ class EngineClient:
         return await answer
 
     async def keep_busy(self, report: Callable[[EngineFailure], Awaitable[None]]) -> None:
-        """Submit requests and return the engine's answers to the callers, for ever.
-
-        After a failure, `report` it and wait until the engine has restarted."""
+        """Submit requests and return the engine's answers to the callers, for ever."""
         while True:
             await self._has_requests.wait()
             await asyncio.sleep(0)  # concurrent requests are submitted together
@@ -102,18 +94,15 @@ class EngineClient:
     def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
         for key, data in ended:
             answer = self._answers.pop(key)
-            if not answer.done():  # the caller may have been cancelled meanwhile
+            if not answer.done():
                 answer.set_result(data)
 
     @property
     def has_abandoned(self) -> bool:
-        """Return whether the engine still generates for a caller that was cancelled."""
         return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
-        """Abort all requests. Callers get their unfinished responses; empty ones if the engine fails.
-
-        Raises EngineFailure if the engine fails."""
+        """Abort all requests. Callers get unfinished responses; empty ones if it raises EngineFailure."""
         loop = asyncio.get_running_loop()
         async with self._polling:
             self._new.clear()
@@ -125,27 +114,23 @@ class EngineClient:
 
 @dataclass
 class EpisodeInputs:
-    """Arguments of an episode."""
-
     prompt: Prompt
     client: EngineClient
     seed: int
     params: SamplingParams
-    prefix: TokenData | None  # tokens of an earlier rollout, to continue
+    prefix: TokenData | None
     window: int  # most new tokens, after which a later step continues; 0: no limit
     notify: Callable[[], None]  # called when `in_engine` may have changed
 
 
 class Episode(Protocol):
-    """One response while it is generated."""
-
     prompt: Prompt
     seed: int
-    turns: int  # finished turns of the policy
+    turns: int
     calls: int  # of tools and environments
     aborted: bool  # set by the worker when the rollout ends; the next request raises EpisodeAborted
-    windowed: bool  # whether it was aborted because its window is full
-    generating: bool  # whether the engine is generating a turn
+    windowed: bool
+    generating: bool
 
     @property
     def prefix_tokens(self) -> int:
@@ -160,49 +145,40 @@ class Episode(Protocol):
         """Return whether the episode occupies the engine, or is about to."""
 
     async def run(self) -> Verdict | None:
-        """Generate the response.
+        """Generate the response. Return its verdict; None if the verifier is to grade it.
 
-        Returns its verdict; None if the verifier is to grade it. Raises EpisodeAborted if the rollout ends
-        first."""
+        Raises EpisodeAborted if the rollout ends first."""
 
     def result(self, *, ended: bool = True) -> TokenData:
-        """Return all tokens, with finish_reason "abort" unless the episode has `ended`."""
+        """Return all tokens, with finish_reason "abort" unless `ended`."""
 
 
 class EpisodeRunner(Protocol):
-    """Starts the episodes of one worker, and owns the resources that they share."""
-
     key: str  # configuration key that selects these episodes, for error messages
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
-        """Return queue lengths by name, for reports about a hang."""
         return {}
 
     def start(self, inputs: EpisodeInputs) -> Episode:
         """Return a new episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
-        """Watch the running event loop of an engine's rank while user code runs on it."""
+        """Watch the running event loop while user code runs on it."""
         return nullcontext()
 
     def forget(self, seed: int) -> None:
-        """Drop the state of the episode with this seed, which nothing continues."""
         return None
 
     async def disconnect(self) -> None:
-        """Close connections of the event loop."""
         return None
 
     def close(self) -> None:
-        """End the processes. The event loop must not be running."""
         return None
 
 
 def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
-    """Return the runner for the configuration's episodes.
-
-    Raises ConfigError if the chat template does not fit, or if a configured function is unusable."""
+    """Return the configured runner. Raises ConfigError if the chat template or a function is unusable."""
     if config.rollout.is_multi_turn:
         from megarl.agents.runner import AgentRunner
 
@@ -213,9 +189,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
 
 
 def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
-
-    Raises ConfigError if a tool has no usable schema, or if the chat template does not fit."""
+    """Return the arguments `tools` and `opening` of read_prompts. Raises ConfigError."""
     if not config.rollout.is_multi_turn:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options
@@ -224,8 +198,6 @@ def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 
 class SingleTurnRunner(EpisodeRunner):
-    """Starts single-turn episodes."""
-
     key = "rollout.episode"
 
     def __init__(self, tokenizer: Any) -> None:
@@ -237,8 +209,6 @@ class SingleTurnRunner(EpisodeRunner):
 
 @dataclass
 class SingleTurn(EpisodeInputs):
-    """An episode of one turn of the policy. See Episode for its fields."""
-
     tokenizer: Any
     turns: int = 0
     calls: int = 0
@@ -257,7 +227,7 @@ class SingleTurn(EpisodeInputs):
         if self.aborted:
             raise EpisodeAborted
         most, prefix = self.params.max_tokens, self.prefix
-        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):  # complete
+        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):
             reason = "length" if prefix.finish_reason == "abort" else prefix.finish_reason
             found = structs.replace(prefix, finish_reason=reason)
         else:
@@ -302,7 +272,7 @@ async def generate_turn(
     """Have the engine generate one turn after `tokens`, with the policy version of each token.
 
     Args:
-        prefix: the turn's first tokens, which an aborted request generated; the engine continues them
+        prefix: the turn's first tokens, which an aborted request generated
         max_tokens: of the turn, including `prefix`
     """
     found = await client.generate(tokens, seed, params, prefix, max_tokens)

@@ -32,14 +32,12 @@ class Ungraded(NamedTuple):
 
 
 class Grader:
-    """Grades the samples of one rollout on one rank. It waits for verifiers in `threads`."""
-
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
         self.reflection = make_words_pattern(config.log.reflection_words)
-        self.max_tokens = 0  # of a response
-        self.with_terms = False  # whether rewards include `reward.terms`
-        self.seconds = 0.0  # spent on grading
+        self.max_tokens = 0
+        self.with_terms = False
+        self.seconds = 0.0
         self._queue: list[Ungraded] = []
         self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
 
@@ -63,7 +61,6 @@ class Grader:
                 await report([entry.sample for entry in queue])
 
     async def take_queue(self) -> list[Sample]:
-        """Remove and return the queued samples, after those that are being graded are reported."""
         async with self._grading:
             queue, self._queue = self._queue, []
         return [entry.sample for entry in queue]
@@ -88,8 +85,7 @@ class Grader:
     def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples with these texts.
 
-        An episode's verdict stands. With reward terms the verifier runs nevertheless, because terms see its
-        verdict. If it or a term fails, its error is the verdict."""
+        An episode's verdict stands, but reward terms see the verifier's. A failure's error is the verdict."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
         for (sample, prompt, own), text in finished:
@@ -128,9 +124,8 @@ def split_policy_turns(data: TokenData) -> list[list[int]]:
 
 
 def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds one of `words` in a text; None without words.
+    """Return a pattern that finds one of `words`, ignoring case and kind of space; None without words.
 
-    It ignores case and the kind of space in a word. A match does not lie inside a longer word of Latin
-    letters (Chinese has no spaces between words)."""
+    A match does not lie inside a longer word of Latin letters (Chinese has no spaces between words)."""
     found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
     return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None

@@ -1,6 +1,4 @@
-"""Messages between controller, ranks with engines, and first trainer; and their sockets.
-
-docs/design.md shows who sends which message. A message is a msgpack array, checked against its class."""
+"""Messages between controller, ranks with engines, and first trainer; and their sockets."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ from megarl.parallel.secret import sign
 from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # number of the first trainer if it has no engine; ranks with engines count from 0
-KEEP_ALIVE_SECONDS = 10.0  # of silence, after which a `KeepAlive` is sent
+KEEP_ALIVE_SECONDS = 10.0
 LINGER = 5000  # milliseconds in which a closed socket may still send
 _INPROC_ADDRESS = "inproc://controller"
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The base of all messages."""
+    """A msgpack array, checked against its class."""
 
 
 # In both directions.
@@ -48,11 +46,11 @@ class KeepAlive(Message):
 
 
 class StartSamples(Message):
-    """Generate these samples, too. The rank continues tokens that it keeps for their ids."""
+    """Generate these samples, too, after the tokens that the rank keeps for their ids."""
 
     params: SamplingParams
-    terms: bool  # whether rewards include `reward.terms`
-    window: int  # most new tokens of a sample, after which it is returned unfinished; 0: no limit
+    terms: bool  # include `reward.terms` in rewards
+    window: int  # most new tokens of a sample; 0: no limit
     prompts: list[Prompt]
     samples: list[tuple[int, int, int, int]]  # id, position in `prompts`, position in the group, seed
 
@@ -64,13 +62,11 @@ class AbortSamples(Message):
 
 
 class SendTokenData(Message):
-    """Send the tokens of these samples."""
-
     ids: list[int]
 
 
 class RestartEngines(Message):
-    """Restart engines, together with all ranks that have one. failures: (rank, reason) of each"""
+    """Restart engines, together with all ranks that have one. failures: (rank, reason)"""
 
     failures: list[tuple[int, str]]
 
@@ -89,35 +85,27 @@ class RankReady(Message):
 
 
 class SamplesFinished(Message):
-    """These samples are finished and graded."""
-
-    version: int  # of the engine's weights
+    version: int
     samples: list[Sample]
     busy: float  # seconds of the rollout in which the engine had work
 
 
 class ToolWaitCount(Message):
-    """The number of running episodes that wait for a tool, an environment or an agent."""
+    """The number of running episodes that wait for a tool or the like."""
 
     count: int
 
 
 class RankFailed(Message):
-    """The rank had an error. error: name of its class"""
-
     error: str
     text: str
 
 
 class SamplesAborted(Message):
-    """No sample is running. ids: samples of `AbortSamples` that have tokens"""
-
     ids: list[int]
 
 
 class TokenDataReply(Message):
-    """The tokens that `SendTokenData` asked for, by id, without journals."""
-
     data: dict[int, TokenData]
 
 
@@ -129,8 +117,6 @@ class SendDataReports(Message):
 
 
 class TransferWeights(Message):
-    """Take part in the transfer of the actor's weights as this version."""
-
     version: int
 
 
@@ -143,28 +129,20 @@ class CollectRollout(Message):
 
 
 class ReuseStoredRollout(Message):
-    """Use the batch of step `number` in this folder of a checkpoint."""
-
     source: str
     number: int
 
 
 class RewindTo(Message):
-    """Drop all records after a step."""
-
     step: int
     stage: str
 
 
 class LoadState(Message):
-    """Continue from the state of a checkpoint, as JSON."""
-
     state: str
 
 
 class RunEvaluation(Message):
-    """Run the evaluation that is due after a step."""
-
     step: int
 
 
@@ -173,14 +151,10 @@ class Shutdown(Message):
 
 
 class DataReports(Message):
-    """The reports about the data files, by key."""
-
     reports: dict[str, ReadReport]
 
 
 class RolloutStored(Message):
-    """The batch of step `number` is in its folder."""
-
     stage: str
     number: int
     metrics: dict[str, int | float]
@@ -189,8 +163,6 @@ class RolloutStored(Message):
 
 
 class EvaluationScores(Message):
-    """The scores, and every answer."""
-
     stats: dict[str, int | float]
     answers: list[dict[str, Any]]
 
@@ -215,7 +187,7 @@ _decode = msgspec.msgpack.Decoder(Order | Command | Report | Answer, dec_hook=fr
 
 
 def decode_message(sender: str, data: bytes) -> Message:
-    """Decode a message. Raises EngineError if it is none."""
+    """Decode a message, or raise EngineError."""
     try:
         message: Message = _decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
@@ -227,7 +199,7 @@ def decode_message(sender: str, data: bytes) -> Message:
 def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
     """Return the fields of a prompt that the receiver needs. whole: all fields, for several turns
 
-    `extra` becomes one JSON text, as msgpack has no integers above 64 bits."""
+    msgpack has no integers above 64 bits, so `extra` becomes JSON text."""
     if not whole:
         return Prompt(prompt.uid, "", prompt.tokens, prompt.answer, entry=prompt.entry)
     return replace(prompt, extra={"json": json.dumps(prompt.extra, default=str)})
@@ -251,7 +223,6 @@ def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
 
 
 async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:
-    """Return the next message of a socket; None if there is none within `seconds`."""
     if not await source.poll(1000 * seconds):
         return None
     frames: list[zmq.Frame] = await source.recv_multipart(copy=False)
@@ -261,16 +232,13 @@ async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq
 class Hub:
     """The controller's end of all connections.
 
-    It drops messages that do not come over a connection with their sender's key, and messages of a type that
-    their sender may not send."""
+    It drops messages without their sender's key, and types that their sender may not send."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, ranks: int) -> None:
-        """Listen for `ranks` ranks with engines, and the first trainer.
-
-        host: an address of this machine; "": only rank 0, in this process, connects"""
+        """Listen. host: an address of this machine; "": only rank 0, in this process, connects"""
         self.socket = make_socket(context, zmq.ROUTER)
         self.socket.router_mandatory = True
-        self.dropped: Counter[str] = Counter()  # messages, by reason
+        self.dropped: Counter[str] = Counter()
         self._keys: dict[int, str] = {}
         self._guard: AsyncioAuthenticator | None = None
         self.address = ""  # for ranks in other processes
@@ -286,7 +254,7 @@ class Hub:
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
         self.socket.bind(_INPROC_ADDRESS)
-        self.last_heard: dict[int, float] = {}  # time of each rank's last message
+        self.last_heard: dict[int, float] = {}
         self._last_sent: dict[int, float] = {}
 
     async def send(self, number: int, message: Message) -> None:
@@ -301,7 +269,6 @@ class Hub:
             await self.send(number, message)
 
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
-        """Return all messages with their senders; wait at most `seconds` for the first."""
         received: list[tuple[int, Message]] = []
         began = time.monotonic()
         left = seconds  # messages that are dropped do not extend the wait
@@ -316,7 +283,6 @@ class Hub:
         return received
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether to accept a connection with this public key; called by the guard."""
         return key.decode() in self._keys.values() or self._drop("a connection without a key of this job")
 
     def _accept(self, parts: list[zmq.Frame]) -> tuple[int, Message] | None:
@@ -336,7 +302,6 @@ class Hub:
         return number, message
 
     def _drop(self, what: str) -> bool:
-        """Count a refused message or connection; print a line for the first of a kind."""
         self.dropped[what] += 1
         if self.dropped[what] == 1:
             line = f"megarl: rollout: dropped {what}; more of these are not reported"
@@ -344,7 +309,7 @@ class Hub:
         return False
 
     async def wait_for_ranks(self, ranks: int, limit: float) -> None:
-        """Wait until `ranks` ranks with engines are connected. Raises WaitTimeout after `limit` seconds."""
+        """Wait until `ranks` ranks are connected. Raises WaitTimeout after `limit` seconds."""
         end = time.monotonic() + limit
         while missing := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > end:
@@ -371,12 +336,9 @@ class Hub:
 
 
 class Link:
-    """A rank's or the first trainer's connection to the controller."""
-
     def __init__(
         self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:
-        """Connect. here: in the controller's process"""
         self.number, self.here = number, here
         self.socket = make_socket(context, zmq.DEALER)
         self.socket.identity = str(number).encode()
@@ -392,7 +354,6 @@ class Link:
         await self.socket.send(encode_message(message))
 
     async def receive(self, seconds: float) -> Message | None:
-        """Return the next message; None if there is none within `seconds`."""
         parts = await receive_frames(self.socket, seconds)
         return None if parts is None else decode_message("the controller", parts[0].bytes)
 
@@ -405,7 +366,7 @@ def rank_name(number: int) -> str:
 
 
 def own_address() -> str:
-    """Return this machine's address for the job's other machines; "" for a job of one process."""
+    """Return this machine's address for other machines; "" for a job of one process."""
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
     if not master or os.environ.get("WORLD_SIZE", "1") == "1":
         return ""

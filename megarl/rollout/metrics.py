@@ -38,9 +38,8 @@ def compute_step_metrics(
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of `responses`, at least one.
 
-    reward/unverified is the share on which the verifier had an error, reward/unjudged the share that was not
-    graded. All other metrics count the graded responses; a mean over none is left out. response/length_*
-    count sampled tokens. reward/term_<name> is without its weight, and 0 if the answer has an error."""
+    All but reward/unverified (the verifier had an error) and reward/unjudged (not graded) count the graded
+    responses; a mean over none is left out. response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
@@ -82,8 +81,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
 def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return response/length_error: the standard error of response/length_mean, in tokens.
 
-    Responses to one prompt are correlated, so prompts are the independent units. Empty if fewer than two
-    prompts have graded responses."""
+    Responses to one prompt are correlated, so prompts are the independent units."""
     by_prompt = [[r.num_sampled for r in group.samples if r.judged] for group in groups]
     by_prompt = [lengths for lengths in by_prompt if lengths]
     prompts, count = len(by_prompt), sum(map(len, by_prompt))
@@ -102,7 +100,7 @@ def group_by_source(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup
 
 
 def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return source/<name>/* if there are several sources: responses, accuracy, score, mean length."""
+    """Return source/<name>/* if there are several sources."""
     stats: dict[str, float] = {}
     sources = group_by_source(groups)
     for name, source_groups in sources.items() if len(sources) > 1 else ():
@@ -121,16 +119,13 @@ def mean_score(responses: Sequence[Sample]) -> float:
 
 
 def select_groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence[SampleGroup]:
-    """Return the first groups, among which `make_records` chooses."""
     return groups[: max(2, math.ceil(limit / len(groups[0].samples)))] if limit else []
 
 
 def make_records(
     step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int
 ) -> dict[int, SampleRecord]:
-    """Return at most `limit` finished samples for people to read, by their row of the batch.
-
-    groups: the result of `select_groups_to_show`, with tokens"""
+    """Return at most `limit` finished samples for people to read, by their row of the batch."""
     pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
     found = [
         SampleRecord(

@@ -1,6 +1,4 @@
-"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples.
-
-The first of these ranks runs the controller (controller.py), each of them a worker (worker.py)."""
+"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RolloutOutcome(msgspec.Struct, array_like=True):
-    """A finished rollout, as the first rank sends it to all ranks. Lists have an entry per group."""
+    """A finished rollout, as the first rank sends it. Lists have an entry per group."""
 
     prompts: list[Prompt]  # without text; empty if all ranks know them
     samples: list[list[Sample]]  # without their tokens
@@ -53,18 +51,15 @@ Decide = Callable[[Controller], Awaitable[StepGroups]]
 
 
 def raise_failure(failures: Failures) -> None:
-    """Raise the first failure: the default of `recover`, without restarts."""
     raise next(filter(None, failures))
 
 
 class RolloutRank:
     """One rank's part in rollouts.
 
-    ranks    those with engines
-    recover  restarts failed engines, see WeightSync; called on all of these ranks
+    recover  restarts failed engines, see WeightSync; called on all ranks with engines
     draw     returns the next n prompts of the training data; called on the first rank
-    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher); of
-             the first rank if this one does not lead an engine
+    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
     """
 
     def __init__(
@@ -117,9 +112,7 @@ class RolloutRank:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect the groups of a step, see Controller.collect. Errors are raised on every rank.
-
-        The batch has the tokens that are on this rank, and on rank 0 up to `log.samples` records."""
+        """Collect the groups of a step, with this rank's tokens. Errors are raised on every rank."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
@@ -134,7 +127,7 @@ class RolloutRank:
         batch.metrics, batch.errors = metrics, errors
         batch.records = make_records(step, shown, self.tokenizer, limit)
         for sample in batch.samples:
-            self.worker.graded.pop(sample.id, None)  # the others belong to the next step
+            self.worker.graded.pop(sample.id, None)
         return batch
 
     def generate(
@@ -180,13 +173,10 @@ class RolloutRank:
         return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
-        """Run a rollout on all ranks. Return groups with the tokens that are on this rank, metrics, errors.
+        """Run a rollout on all ranks. An exception of the controller is raised on every rank.
 
-        An exception of the controller is raised on every rank.
-
-        Args:
-            decide: run by the controller; returns the groups, metrics and errors for all ranks
-            known: prompts of the groups, if all ranks know them; else empty
+        decide: run by the controller; returns groups, metrics and errors for all ranks
+        known: prompts of the groups, if all ranks know them; else empty
         """
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
@@ -209,7 +199,7 @@ class RolloutRank:
         return groups, {**outcome.stats}, outcome.errors
 
     async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
-        """Run this rank's worker until the rollout ends, on rank 0 also `decide`, and return its result."""
+        """Run this rank's worker, on rank 0 also `decide`."""
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
@@ -236,7 +226,7 @@ class RolloutRank:
         return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
-        """Return the trainers' next order, on every rank; None if there is none within `seconds`."""
+        """Return the trainers' next order, on every rank; None if there is none."""
 
         async def wait() -> m.Order | None:
             if self.controller is not None:
@@ -252,9 +242,7 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's share of the state between steps, for `join_shares`.
-
-        It only holds references, to objects that do not change."""
+        """Return references to this rank's share of the state between steps, for `join_shares`."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
         if controller is None:
@@ -280,7 +268,6 @@ class RolloutRank:
             controller.next_id, controller.lengths = loaded.next_id, loaded.lengths
 
     def close(self) -> None:
-        """Close the connections. May be called again."""
         if self._loop.is_closed():
             return
 
@@ -298,7 +285,6 @@ class RolloutRank:
 
 
 async def decide_and_end(controller: Controller, decide: Decide) -> StepGroups | MegarlError:
-    """Return the result of `decide`, or its error, and end the rollout on all workers."""
     groups: list[SampleGroup] = []
     try:
         groups, metrics, error_counts = await decide(controller)

@@ -1,7 +1,7 @@
-"""Seeded sampling of tokens, and seeds.
+"""Seeded sampling of tokens, and seeds. SGLang's processes import this file, so it imports only torch.
 
 A response depends only on its prompt, seed and the weights: a token is the inverse CDF at a counter-based
-random number. SGLang's processes import this file, so it imports only torch."""
+random number."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling."""
-
-    max_tokens: int  # default of GenerationRequest.max_tokens
+    max_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     stop: tuple[str, ...] = ()
-    routing: bool = False  # whether to record routed experts
+    routing: bool = False
 
 
 def stop_window(stop: Sequence[str]) -> int:
@@ -52,23 +50,19 @@ def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
 
 
 def _hash(salt: str, *numbers: int) -> int:
-    """Return a seed of 63 bits."""
     text = ":".join([salt, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def response_seed(run_seed: int, step: int, prompt_uid: int, index: int) -> int:
-    """Return the seed of response `index` to a prompt in a rollout step."""
     return _hash("megarl.rollout", run_seed, step, prompt_uid, index)
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn; the first turn has the response's seed."""
     return _hash("megarl.turn", seed, turn) if turn else seed
 
 
 def environment_seed(seed: int) -> int:
-    """Return the seed of a response's environment."""
     return _hash("megarl.environment", seed)
 
 
@@ -78,12 +72,11 @@ def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
 
 
 def shuffle_seed(run_seed: int, step: int) -> int:
-    """Return the seed of the shuffle between the rollout and the updates of a step."""
     return _hash("megarl.shuffle", run_seed, step)
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed of the selection of tokens of a response in an update."""
+    """Return the seed of an update's selection of tokens of a response."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -106,13 +99,10 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     """Return the first column whose running sum exceeds (`right`) or reaches `share` of the row's sum.
 
-    Sums are float64: the error of a float32 sum over a vocabulary is larger than the probability of rare
-    tokens. To save memory, running sums are computed over blocks, then within one block.
+    Sums are float64: a float32 sum's error over a vocabulary exceeds the probability of rare tokens. Running
+    sums are over blocks, then within one, to save memory.
 
-    Args:
-        weights: [rows, n]; share: [rows, 1]
-
-    Returns int64 [rows, 1]; with `right` these columns' weights are positive."""
+    weights: [rows, n]; share: [rows, 1]. Returns int64 [rows, 1]; with `right` their weights are positive."""
     size = weights.shape[1]
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
@@ -138,8 +128,7 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then outside the top-p set.
 
-    This is the smallest set with at least the share `top_p` of the remaining mass (1: all). Ties with the
-    last kept token are kept. The result is not renormalised."""
+    Ties with the last kept token are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)

@@ -17,7 +17,6 @@ from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout.controller import GroupRequest
 
-# Fields of a Sample in a checkpoint, with their keys. The others follow from its tokens.
 SAMPLE_KEYS = {
     "finish_reason": "finish",
     "correct": "correct",
@@ -135,7 +134,6 @@ def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
 
 
 def _request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
-    """Return a returned request for JSON, with the tokens of its partial responses."""
     unfinished: list[dict[str, Any] | None] = []
     if request.first_id is not None:
         for number in range(request.first_id, request.first_id + len(request.seeds)):
@@ -156,7 +154,6 @@ def _prompt_from_state(state: Mapping[str, Any]) -> Prompt:
 
 
 def _token_state(data: TokenData) -> dict[str, Any]:
-    """Return the columns of tokens as lists. Routed experts are dtype, shape and base64."""
     columns = {key: getattr(data, name) for name, key in TOKEN_KEYS.items()}
     experts, routing = data.routed_experts, None
     if experts is not None:

@@ -13,11 +13,9 @@ from megarl.rollout.metrics import compute_step_metrics
 class WindowController(Controller):
     """Samples at most `rollout.window` new tokens of each response in a step.
 
-    Unfinished responses of the previous step come first, then new prompts. The choice does not depend on
-    time. Each response has a separate request."""
+    Unfinished responses of the previous step come first, then new prompts, each with a separate request."""
 
     async def collect(self, step: int) -> StepGroups:
-        """Collect `Config.responses` responses. Metrics count the finished ones."""
         config = self.config
         if config.rollout.window is None or step <= 0:  # value pretraining needs whole responses
             return await super().collect(step)

@@ -1,8 +1,6 @@
 """The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
 
-Three coroutines run concurrently: episodes here, with user code; the engine's client (episode.py); grading
-(grading.py). The worker keeps its samples' tokens and sends samples without them to the controller. On an
-engine's other ranks it only takes part in restarts."""
+On an engine's other ranks it only takes part in restarts."""
 
 from __future__ import annotations
 
@@ -33,19 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunningEpisode:
-    """An episode and its task."""
-
     episode: Episode
-    index: int  # in its group
-    started: float  # by time.monotonic()
+    index: int
+    started: float
     task: asyncio.Task[None]
 
 
 class Worker:
     """Follows the controller's messages during a rollout.
 
-    rank     counted among the `ranks` with engines
-    recover  restarts failed engines, see WeightSync; called on all of these ranks
+    recover: restarts failed engines, see WeightSync; called on all ranks with engines
     """
 
     def __init__(
@@ -63,11 +58,11 @@ class Worker:
         self.leads = rank % config.rollout.engine_tp == 0
         self.runner = load_runner(config, tokenizer)
         self.key = self.runner.key
-        self.graded: dict[int, Sample] = {}  # with tokens that are still needed, by id
-        self.partials: dict[int, TokenData] = {}  # which a later rollout continues, by id of their sample
-        self.seconds: dict[str, float] = {}  # of the last rollout: generate, verify
-        self.threads = ThreadPoolExecutor(2, "rollout")  # wait for engine and verifier
-        self._running: dict[int, RunningEpisode] = {}  # by id of their sample
+        self.graded: dict[int, Sample] = {}
+        self.partials: dict[int, TokenData] = {}
+        self.seconds: dict[str, float] = {}
+        self.threads = ThreadPoolExecutor(2, "rollout")
+        self._running: dict[int, RunningEpisode] = {}
 
     @property
     def running(self) -> int:
@@ -75,7 +70,6 @@ class Worker:
 
     @property
     def oldest(self) -> str:
-        """Describe the episode that started first, for reports about a hang."""
         for one in list(self._running.values())[:1]:
             what = f"response {one.index} to prompt {one.episode.prompt.uid}, turn {one.episode.turns}"
             waits = f", in {one.episode.waiting}," if one.episode.waiting else ""
@@ -85,14 +79,14 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Follow the controller until the rollout ends.
 
-        Errors of this rank are sent to the controller, which raises them. Errors of `recover` occur on all
-        ranks and are raised here."""
+        Errors of this rank go to the controller. Errors of `recover` occur on all ranks and are raised
+        here."""
         batching = self.config.rollout.capabilities.continuous_batching
         self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
         self._tool_waits_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        if self.engine.running:  # after an error
+        if self.engine.running:
             with suppress(EngineFailure):  # the engine's next call raises it again
                 self.engine.abort()
         try:
@@ -109,7 +103,7 @@ class Worker:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            await self._cancel_episodes()  # left by an error
+            await self._cancel_episodes()
             self.seconds = {"generate": self.client.busy, "verify": self.grader.seconds}
             self._running.clear()
 
@@ -123,7 +117,7 @@ class Worker:
             await self.link.send(m.RankFailed(type(error).__name__, str(error)))
 
     async def _follow_controller(self) -> None:
-        """Act on the controller's messages until `EndRollout`, and send `KeepAlive`."""
+        """Act on messages until `EndRollout`."""
         heard, limit = time.monotonic(), self.config.parallel.timeout
         while True:
             message = await self.link.receive(m.KEEP_ALIVE_SECONDS)
@@ -147,8 +141,6 @@ class Worker:
                 case m.EndRollout(keep):
                     await self._end(set(keep))
                     return
-
-    # Episodes
 
     def _start_episodes(self, message: m.StartSamples) -> None:
         self.grader.max_tokens, self.grader.with_terms = message.params.max_tokens, message.terms
@@ -206,8 +198,6 @@ class Worker:
         if tasks:
             await asyncio.wait(tasks, timeout=self.config.rollout.turns.seconds)
 
-    # Reports to the controller
-
     async def _report_failure(self, failure: EngineFailure) -> None:
         await self.link.send(m.RankFailed(type(failure).__name__, str(failure)))
 
@@ -217,9 +207,7 @@ class Worker:
         await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
-        """Report how many episodes wait for something other than the engine, so that it gets more work.
-
-        Only changes by more than 1/16 of the running episodes are reported."""
+        """Report how many episodes wait for a tool or the like, so that the engine gets more work."""
         reported = 0
         while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()
@@ -235,8 +223,6 @@ class Worker:
             m.TokenDataReply({i: structs.replace(data, journal=[]) for i, data in found.items()})
         )
 
-    # The end
-
     def _recover(self, failures: Sequence[tuple[int, str]]) -> None:
         by_rank: Failures = [None] * self.ranks
         for rank, why in failures:
@@ -246,7 +232,7 @@ class Worker:
             self.client.recovered.set()
 
     async def _abort(self, ids: Sequence[int]) -> None:
-        """Abort all episodes. Keep the tokens of these samples, and report which of them have any."""
+        """Abort all episodes. Keep these samples' tokens."""
         failure: EngineFailure | None = None
         for one in self._running.values():  # before anything else, so that none makes another request
             one.episode.aborted = True
@@ -268,9 +254,7 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait until all episodes, which are marked as aborted, have ended.
-
-        Generating ones have their tokens by now and end by themselves. The others are cancelled."""
+        """Wait for all episodes. Generating ones end by themselves; the others are cancelled."""
         tasks = [one.task for one in self._running.values()]
         if not tasks:
             return
@@ -285,7 +269,6 @@ class Worker:
             raise EngineError(f"{self.key}: {what}: {self.oldest} ({remedy})")
 
     async def _end(self, keep: set[int]) -> None:
-        """Keep the tokens of these samples, and drop all others."""
         self.graded = {i: sample for i, sample in self.graded.items() if i in keep}
         self.partials = {i: data for i, data in self.partials.items() if i in keep}
         if self.client.has_abandoned:

@@ -1,7 +1,4 @@
-"""The protocol of rollout engines.
-
-A new engine is a subclass of RolloutEngine in a separate file, and a row in config/engines.py. See
-examples/own_engine.py."""
+"""The protocol of rollout engines: a subclass of RolloutEngine and a row in config/engines.py each."""
 
 from __future__ import annotations
 
@@ -41,11 +38,9 @@ class GenerationRequest:
         return (*self.prompt_tokens, *self.prefix.tokens.tolist())
 
     def left(self, params: SamplingParams) -> int:
-        """Return the most tokens that may follow the prefix."""
         return self.limit(params) - self.prefix_length
 
     def limit(self, params: SamplingParams) -> int:
-        """Return the most tokens that the response may have."""
         return params.max_tokens if self.max_tokens is None else self.max_tokens
 
 
@@ -53,8 +48,7 @@ class RolloutEngine(ABC):
     """An engine on one or several ranks of the job, with such an object on each of them.
 
     All of these ranks call start, stop, updates, sleep and wake. Only the leader, the first of them, gets
-    requests and can raise EngineFailure.
-    """
+    requests and can raise EngineFailure."""
 
     weight_version: int = -1  # -1 before the first update
 
@@ -92,8 +86,6 @@ class RolloutEngine(ABC):
     def abort(self) -> list[tuple[int, TokenData]]:
         """End and return all requests, with finish_reason "abort" unless they are finished."""
 
-    # Optional methods.
-
     @classmethod
     def check_machine(cls, config: Config, device: str) -> None:
         """Raise ConfigError if this machine cannot run the engine. device: cpu or cuda"""
@@ -103,12 +95,11 @@ class RolloutEngine(ABC):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError if this number of engines cannot run the model."""
+        """Raise ConfigError if these engines cannot run the model."""
         return None
 
     @classmethod
     def machine_note(cls, device: str) -> str | None:
-        """Return a warning about this machine for the user, if there is one."""
         return None
 
     def ready(self, seconds: float) -> bool:
@@ -123,9 +114,7 @@ class RolloutEngine(ABC):
         return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights, and refuse requests until `end_update`. Called before the first bucket.
-
-        Weights that are in no bucket stay."""
+        """Prepare for new weights, and refuse requests until `end_update`. Weights in no bucket stay."""
         return None
 
     def sleep(self, tags: Sequence[str]) -> None:
@@ -143,7 +132,7 @@ class RolloutEngine(ABC):
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """Return one response per request, in their order, for tests and benchmarks."""
+        """Return one response per request, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, TokenData] = {}
         while self.running:
@@ -152,7 +141,6 @@ class RolloutEngine(ABC):
 
 
 def load_engine_class(config: Config) -> type[RolloutEngine]:
-    """Import the class that config/engines.py names for `rollout.engine`."""
     module, _, name = ENGINES[config.rollout.engine].implementation.partition(":")
     engine: type[RolloutEngine] = getattr(import_module(module), name)
     return engine

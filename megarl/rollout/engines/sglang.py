@@ -1,7 +1,4 @@
-"""The SGLang rollout engine on the ranks of a job.
-
-Each rank of an engine has the memory for one SGLang rank's shard in a weight transfer. The first of them, the
-leader, has the EngineProcess (sglang_process.py)."""
+"""The SGLang rollout engine on the ranks of a job. The leader, its first rank, has the EngineProcess."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ from megarl.weights.families import EXPERT_KEYS, Sizes, get_family, read_config
 from megarl.weights.shards import full_attention_interval
 
 LOADER = "megarl.rollout.engines.sglang_inside.load_shards"
-TAGS = ("weights", "kv_cache")  # device memory that `sleep` can free
-GRAPHS = "cuda_graph"  # SGLang's tag for the memory of captured graphs
+TAGS = ("weights", "kv_cache")
+GRAPHS = "cuda_graph"
 LOGPROB_ABOVE_ZERO = 1e-3  # rounding of a probability of 1
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -43,10 +40,7 @@ MOE_RUNNER = "triton"  # its layout of expert weights is that of `weights/shards
 
 
 class SGLangRequests(RolloutEngine):
-    """Requests to SGLang in this job or elsewhere, and its answers.
-
-    eos_ids  tokens that end a response, in addition to those of the model's folder
-    """
+    """Requests to SGLang in this job or elsewhere. eos_ids: in addition to those of the model's folder"""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
         self.config, self.hf_config, self.eos_ids = config, hf_config, tuple(eos_ids)
@@ -55,7 +49,7 @@ class SGLangRequests(RolloutEngine):
         self._has_weights = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin requests with new keys. Raises EngineError without weights, and if one does not fit."""
+        """Begin requests with new keys. Raises EngineError without weights, or if one does not fit."""
         if not requests:
             return
         if not self._has_weights:
@@ -80,14 +74,11 @@ class SGLangRequests(RolloutEngine):
     def _token_data(
         self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
     ) -> TokenData:
-        """Return the request's prefix followed by an answer of SGLang.
-
-        Raises EngineFailure if the answer is an error or malformed.
+        """Return the request's prefix followed by an answer of SGLang, or raise EngineFailure.
 
         Args:
             answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error text
             name: of the weight version; "": its number
-            routed: whether routed experts were requested
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
@@ -120,9 +111,6 @@ class SGLangEngine(SGLangRequests):
     """An engine on `rollout.engine_tp` ranks: rank r holds shard r % engine_tp of engine r // engine_tp.
 
     After a restart, the next `end_update` sends unfinished requests again, with the same seeds.
-
-    device   of this rank; a CPU needs a CPU build of SGLang
-    process  of the engine, on its leader; None on its other ranks
     """
 
     @classmethod
@@ -135,7 +123,6 @@ class SGLangEngine(SGLangRequests):
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
-        # On a CPU SGLang needs few of the packages that it requires.
         if device == "cuda" and (lines := list(list_unmet_requirements("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
 
@@ -180,7 +167,6 @@ class SGLangEngine(SGLangRequests):
         self._restarted = False
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of sglang.Engine. Weights are undefined until a transfer."""
         config, rollout = self.config, self.config.rollout
         arguments: dict[str, Any] = {
             "model_path": str(config.model.path),
@@ -313,7 +299,6 @@ class SGLangEngine(SGLangRequests):
             self.process.submit(rows, settings)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. Raises EngineFailure if the engine died, hangs, or gives a malformed answer."""
         if not self._outstanding:
             return []
         if self._failure is not None:
@@ -331,7 +316,6 @@ class SGLangEngine(SGLangRequests):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """See RolloutEngine. If the engine fails, all requests are dropped."""
         ended = []
         try:
             while self._outstanding:
@@ -343,9 +327,7 @@ class SGLangEngine(SGLangRequests):
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free device memory on all ranks of the engine. CUDA graphs are freed with the KV cache.
-
-        A CPU build of SGLang does nothing."""
+        """Free device memory on all ranks of the engine. CUDA graphs are freed with the KV cache."""
         if "weights" in tags:
             self._has_weights = False
         self._call("sleep", _with_graphs(tags))

@@ -2,9 +2,8 @@
 
 Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
 
-It is not the rank, because SGLang kills the engine's parent process if one of its children fails. By
-multiprocessing's spawn, SGLang's children import this module first. So they have the stubs that a CPU needs,
-and cannot import Megatron."""
+It is not the rank, because SGLang kills the engine's parent process if one of its children fails. SGLang's
+spawned children import this module first, for the stubs that a CPU needs and to keep Megatron out."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from transformers.utils import is_torchvision_available
 
 from megarl.rollout.engines.sglang_kernels import MODULES, OPS
 
-PROGRESS = 0.5  # seconds between "progress" messages
+PROGRESS = 0.5
 KERNELS, VISION = "sgl_kernel", "torchvision"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -39,10 +38,8 @@ def install_cpu_stubs() -> None:
 
     Must run in each of SGLang's processes before the first import of sglang. With CUDA it does nothing.
 
-    sgl_kernel    Many modules import it (srt/mem_cache/allocation.py, srt/layers/moe/topk.py), but run
-                  torch-native code or sglang_kernels.py.
-    torchvision   srt/configs imports it by srt/multimodal/internvl_utils.py. The package index has only a
-                  CUDA build, which breaks transformers with a CPU torch.
+    sgl_kernel    imported by many modules, which run torch-native code or sglang_kernels.py
+    torchvision   the package index has only a CUDA build, which breaks transformers with a CPU torch
     """
     if torch.cuda.is_available():
         return
@@ -57,8 +54,6 @@ def install_cpu_stubs() -> None:
 
 
 class _Missing:
-    """A function, class or module of a stub."""
-
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
@@ -73,8 +68,6 @@ class _Missing:
 
 
 class _Stub(MetaPathFinder, Loader):
-    """Imports a package and any module of it as stubs."""
-
     def __init__(self, package: str) -> None:
         self.package = package
 
@@ -224,9 +217,7 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        """Begin requests; SGLang queues those above its limit.
-
-        params: temperature, top_p, top_k, stop, stop_token_ids, routing"""
+        """Begin requests. params: temperature, top_p, top_k, stop, stop_token_ids, routing"""
         custom = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed, left in requests:
             sampling = {
@@ -260,14 +251,14 @@ class Host:
         self.generating -= 1
         self.finished.append((number, result))
         if len(self.finished) == 1:
-            self.engine.loop.call_soon(self._flush)  # one message per step of the engine
+            self.engine.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self.outbox.put(("done", self.finished))
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report progress, and end this process if one of SGLang's has ended."""
+        """Report progress, and end if one of SGLang's processes has ended."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
@@ -283,7 +274,6 @@ class Host:
 
 def main(calls: type[Calls] = Calls) -> None:
     if sys.platform == "linux":
-        # The engine ends with its rank.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         raise SystemExit("the rank that started this engine has ended")

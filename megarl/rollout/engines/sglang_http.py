@@ -89,7 +89,7 @@ class Generated(msgspec.Struct):
 async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
     """GET a URL, or POST `body` (JSON, encoded or not) to it, and return its answer as `kind`.
 
-    Raises Unanswered after `limit` seconds, for a status other than 200, and for another type."""
+    Raises Unanswered for a timeout, a status other than 200, and another type."""
     import aiohttp
 
     path = "/" + url.split("/", 3)[-1]
@@ -132,8 +132,7 @@ async def identify(
 ) -> ServerInfo:
     """Return a server's description.
 
-    Raises ConfigError unless it has the run's model, has room for prompts and responses, and takes new
-    weights. Raises Unanswered if it does not answer."""
+    Raises ConfigError unless it fits the run and takes new weights, Unanswered if it does not answer."""
     limit = min(QUESTION, config.rollout.engine_timeout)
     model = await call(session, f"{url}/model_info", limit, ModelInfo)
     server = await call(session, f"{url}/server_info", limit, ServerInfo)
@@ -194,7 +193,6 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 
 
 async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
-    """Return the size of a server's vocabulary, from its error about a token outside of it."""
     # The server is paused if a client was killed during an update.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
@@ -209,7 +207,7 @@ async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expecte
 
 
 def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
-    """Raise ConfigError if a server does not answer or fit, or if there are fewer than `engines`."""
+    """Raise ConfigError if servers do not answer or fit, or are fewer than `engines`."""
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))

@@ -95,9 +95,8 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 def _prepare_cpu() -> None:
     """Replace code of some families that does not run on a CPU.
 
-    multi-latent attention  Prompts go through latents, as new tokens do, because torch-native attention
-                            reads the cache, which has only latents.
-    linear attention        The norm after the delta rule and the shared expert's gate are Triton kernels."""
+    Torch-native attention reads the cache, which has only latents: multi-latent prompts go through them, too.
+    Of linear attention, the norm and the shared expert's gate are Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

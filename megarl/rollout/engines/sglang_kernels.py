@@ -45,7 +45,7 @@ def causal_conv1d_fn_cpu(
 ) -> Tensor:
     """Convolve prompts, x [channels, tokens], weight [channels, width].
 
-    srt/layers/attention/linear/gdn_backend.py, GDNAttnBackend._convolve_prefill"""
+    gdn_backend.py, GDNAttnBackend._convolve_prefill"""
     out = torch.empty_like(x)
     has_state = has_initial_state.tolist()
     for i, (slot, span) in enumerate(_requests(cache_indices, query_start_loc)):
@@ -84,9 +84,7 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, None, None]:
-    """Apply `delta_rule` to prompts, [1, tokens, heads, ...] each.
-
-    srt/layers/attention/linear/kernels/gdn_triton.py, TritonGDNKernel.extend"""
+    """Apply `delta_rule` to prompts, [1, tokens, heads, ...] each. TritonGDNKernel.extend"""
     out = torch.empty_like(v)
     for slot, span in _requests(initial_state_indices, cu_seqlens):
         query, key, value, decay, written = (part[:, span] for part in (q, k, v, g, beta))
@@ -112,9 +110,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> Tensor:
-    """Apply `delta_step` to a token of each request, [1, requests, heads, ...] each.
-
-    TritonGDNKernel.decode"""
+    """Apply `delta_step` to a token of each request, [1, requests, heads, ...]. TritonGDNKernel.decode"""
     state = initial_state_source[initial_state_indices].mT.float()
     out, state = delta_step(state, q[0], k[0], v[0], *gates(a, b, A_log, dt_bias))
     initial_state_source[initial_state_indices] = state.mT.to(initial_state_source.dtype)

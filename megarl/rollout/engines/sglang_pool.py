@@ -29,13 +29,11 @@ T = TypeVar("T")
 
 
 class Server:
-    """One client's state of a server."""
-
     def __init__(self, url: str) -> None:
         self.url, self.tp = url, 1
-        self.why = ""  # reason for which it was left out
-        self.loading = False  # whether this client is sending it weights
-        self.running: set[str] = set()  # ids of unfinished requests
+        self.why = ""
+        self.loading = False
+        self.running: set[str] = set()
         self.gone: asyncio.Future[str] | None = None  # resolves with a reason when it becomes unusable
         self.watch: asyncio.Task[None] | None = None
 
@@ -50,8 +48,6 @@ class ServerPool:
 
     own    servers to which this client sends weights
     limit  seconds for a slow call; question: for a quick one
-
-    rank, ranks  number of this rank among those with engines, and their number
     """
 
     session: aiohttp.ClientSession  # set by the client's start
@@ -68,7 +64,7 @@ class ServerPool:
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights, as servers report it
-        self.notes: list[str] = []  # for the user, about servers that were left out or are back
+        self.notes: list[str] = []
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -78,7 +74,6 @@ class ServerPool:
         return await call(self.session, server.url + path, limit, kind, body)
 
     async def command(self, server: Server, path: str, limit: float, body: Any) -> None:
-        """Make a call that reports its success. Raises Unanswered if it failed."""
         done = await self.ask(server, path, limit, Done, body)
         if not done.success:
             raise Unanswered(f"{path}: {done.message}")
@@ -99,9 +94,7 @@ class ServerPool:
         return info.weight_version == self.version_name
 
     def choose(self, *, direct: bool) -> Server:
-        """Return the server for the next request: the router, or the one with the fewest requests.
-
-        Raises EngineFailure if no server is left."""
+        """Return the router, or the server with the fewest requests. Raises EngineFailure without one."""
         if not direct and self.router and self.router.usable:
             return self.router
         for servers in (self.own, self.others):
@@ -115,7 +108,6 @@ class ServerPool:
         server.watch = asyncio.get_running_loop().create_task(self._watch(server))
 
     def close(self, server: Server, why: str) -> None:
-        """Stop using a server. Its requests are sent to other servers."""
         server.loading = False
         if server.watch is not None:
             server.watch.cancel()
@@ -123,14 +115,13 @@ class ServerPool:
             server.gone.set_result(why)
 
     def leave_out(self, server: Server, why: str) -> None:
-        """Close a server, and add a note unless there is one."""
         if server.usable or (server.loading and why != server.why):
             self.notes.append(f"rollout server {server.url} is left out: {why}")
         server.why = why
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave out a server that has work and does not answer for `engine_timeout` seconds."""
+        """Leave out a server that has work and does not answer for `engine_timeout`."""
         path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
@@ -144,8 +135,6 @@ class ServerPool:
                     self.leave_out(server, f"no sign of life for {self.limit:g} s: {problem}")
                     return
             heard = time.monotonic()
-
-    # Weights
 
     async def begin_update(self, server: Server) -> None:
         limit, server.loading = self.limit, True
@@ -171,7 +160,6 @@ class ServerPool:
             self.notes.append(f"rollout server {server.url} is back, and gets the weights")
 
     async def post_weights(self, payload: str, version: int | None) -> None:
-        """Send a bucket to all servers that are loading, see HttpBackend."""
         loading = [server for server in self.own if server.loading]
         name = None if version is None else self.name_version(version)
         names = {"flush_cache": name is not None, "weight_version": name}

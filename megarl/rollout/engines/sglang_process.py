@@ -20,17 +20,14 @@ import psutil
 
 from megarl.config.errors import EngineFailure
 
-POLL = 0.2  # seconds between checks that the process is alive
+POLL = 0.2
 KILL_WAIT = 30.0  # seconds in which killed processes must end
 LOG_LINES = 4  # of the engine's log in an error message
 
 
 class EngineProcess:
-    """Starts and ends the process, and exchanges messages with it. All waits have a limit.
+    """Starts and ends the process, and exchanges messages with it. After an EngineFailure end it.
 
-    After an EngineFailure the process must be ended.
-
-    arguments    of sglang.Engine
     limit        seconds without a message while the engine has work
     start_limit  seconds until it is ready
     """
@@ -42,12 +39,11 @@ class EngineProcess:
     ) -> None:
         self.arguments, self.environment = dict(arguments), dict(environment)
         self.limit, self.start_limit = limit, start_limit
-        self.children: list[int] = []  # ids of SGLang's processes
+        self.children: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self) -> None:
-        """Begin the start; `ready` awaits its end."""
         # TMPDIR, because SGLang leaves sockets and files there. A socket's path must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         ours, theirs = socket.socketpair()
@@ -123,9 +119,7 @@ class EngineProcess:
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL.
-
-        Raises EngineFailure if the process has ended, and after `limit` seconds of silence in total."""
+        """Wait for one message, at most `seconds` or POLL. `limit`: seconds of silence in total"""
         assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):
@@ -165,7 +159,6 @@ class EngineProcess:
         return self._failure(f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _failure(self, what: str) -> EngineFailure:
-        """Return an error with the last lines of SGLang's log."""
         lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
         last = [line for line in lines if line][-LOG_LINES:]
         log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""

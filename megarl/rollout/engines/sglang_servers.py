@@ -1,9 +1,8 @@
 """External SGLang servers (`rollout.urls`), by SGLang's public HTTP calls.
 
-Weights go by `update_weights_from_tensor`, with Hugging Face's tensors in the body, because it needs only the
-URL. A handle needs one machine, `update_weights_from_disk` a shared folder, `update_weights_from_distributed`
-a process group, which ends with the first dead server. The body has 4/3 of the weights' bytes for each
-tensor-parallel rank of the server."""
+Weights go by `update_weights_from_tensor`, in the body, because it needs only the URL: no shared machine,
+folder or process group. The body has 4/3 of the weights' bytes for each tensor-parallel rank of
+the server."""
 
 from __future__ import annotations
 
@@ -46,14 +45,10 @@ T = TypeVar("T")
 class SGLangServers(SGLangRequests):
     """An engine whose responses come from servers at `rollout.urls`.
 
-    The first of every `rollout.engine_tp` ranks is a client. It sends weights to some of the servers, and
-    requests to these or to `rollout.router`. If none of them is left, it asks the others.
+    The first of every `rollout.engine_tp` ranks is a client with a share of the servers.
 
-    A server that does not answer, or has other weights, is left out. Its requests go to another one with the
-    same seeds. Each weight update tries all servers again. Without a server it raises EngineFailure. Nothing
-    sleeps.
-
-    rank, ranks  number of this rank among those with engines, and their number
+    A server that does not answer, or has other weights, is left out until the next weight update. Its
+    requests go to another one with the same seeds.
     """
 
     @classmethod
@@ -78,10 +73,7 @@ class SGLangServers(SGLangRequests):
         self._aborting = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # Start and end
-
     def start(self) -> None:
-        """Start the client's thread; `ready` waits for a server."""
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
         if not self.pool.own or self._loop is not None:
             return
@@ -97,7 +89,7 @@ class SGLangServers(SGLangRequests):
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     def ready(self, seconds: float) -> bool:
-        """Return whether a server answers. Raises EngineFailure after `engine_start_timeout` without one."""
+        """Return whether a server answers. Raises EngineFailure after `engine_start_timeout`."""
         end = time.monotonic() + seconds
         while self.pool.own:
             servers = (*self.pool.own, *self.pool.others)
@@ -135,7 +127,7 @@ class SGLangServers(SGLangRequests):
         loading = [server for server in self.pool.own if server.loading]
         self._do(self._forget("the run has ended"))
         for server, path in itertools.product(loading, ("/end_weight_update", "/continue_generation")):
-            with suppress(Unanswered):  # it may have ended
+            with suppress(Unanswered):
                 self._do(self.pool.ask(server, path, self.pool.question, type(None), {}))
         self._do(self.pool.session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -149,8 +141,6 @@ class SGLangServers(SGLangRequests):
         notes, self.pool.notes = self.pool.notes, []
         return notes
 
-    # Weights
-
     def begin_update(self) -> None:
         self._has_weights = False
         if self.pool.own:
@@ -161,7 +151,6 @@ class SGLangServers(SGLangRequests):
         return any(server.loading for server in self.pool.own)
 
     def post_weights(self, payload: str, version: int | None) -> None:
-        """Send a bucket to all servers at once, see HttpEngine."""
         self._do(self.pool.post_weights(payload, version))
 
     def end_update(self, version: int) -> None:
@@ -169,8 +158,6 @@ class SGLangServers(SGLangRequests):
             self._do(self.pool.end_update(version))
         self._has_weights, self.weight_version = True, version
         self._send(self._outstanding)
-
-    # Responses
 
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         async def begin() -> None:
@@ -253,7 +240,7 @@ class SGLangServers(SGLangRequests):
             except queue.Empty:
                 break
             if self._tasks.get(number) is not task or task.cancelled():
-                continue  # from before a restart
+                continue
             if isinstance(error := task.exception(), EngineFailure):
                 self._failure = error  # raised by the next call, after this one's valid answers
             elif error is not None:

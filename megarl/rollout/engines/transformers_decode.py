@@ -51,7 +51,6 @@ class Stopping:
         self.eos, self.candidates = eos.to(device), candidates.to(device)
 
     def found_in(self, tokens: list[int]) -> bool:
-        """Return whether these tokens hold one of the texts, which may name a special token."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(stop in text for stop in self.texts)
 
@@ -62,14 +61,10 @@ class Stopping:
 class DecodeLoop:
     """Decodes at most `max_batch` requests together, one row each. Waiting prompts take free rows.
 
-    Requests with equal prompts are admitted together and share one prefill, up to `max_batch` of them.
-    Prompts with a common beginning share its prefill (`split_prompts`).
-
     On a CPU in float32, responses and log-probs are batch-invariant bitwise, except for mixtures of experts.
     A library's order of summation depends on the shapes of its operands, so no shape may depend on other
-    responses. Linear layers multiply blocks of rows (`Block`). Attention adds chunks of COLUMNS keys in order
-    (`decode_attention`) and takes a prompt's queries in such chunks (`prefill_attention`). A prompt's padding
-    depends only on its length.
+    responses: linear layers multiply blocks of rows (`Block`), attention takes chunks of COLUMNS keys
+    (`decode_attention`) or queries (`prefill_attention`), and padding depends only on the prompt's length.
     """
 
     def __init__(
@@ -77,8 +72,8 @@ class DecodeLoop:
     ) -> None:
         self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
-        self.requests: dict[int, GenerationRequest] = {}  # all that are not finished
-        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []  # the next one is popped from the end
+        self.requests: dict[int, GenerationRequest] = {}
+        self.waiting: list[tuple[tuple[int, ...], list[int]]] = []
         # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []
@@ -106,7 +101,7 @@ class DecodeLoop:
         self.waiting = new[::-1] + self.waiting
 
     def run(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Decode for `seconds`, and return finished responses. Raises FloatingPointError at NaN logits."""
+        """Return finished responses. Raises FloatingPointError at NaN logits."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -116,7 +111,6 @@ class DecodeLoop:
         end = time.monotonic() + seconds
         try:
             while self.requests:
-                # Admit prompts if the batch is empty, or enough rows are free to pay for a prefill.
                 free = self.max_batch - self.used
                 enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
                 if not self.used or free >= enough:
@@ -133,7 +127,6 @@ class DecodeLoop:
         return ended
 
     def _admit(self) -> None:
-        """Prefill waiting prompts while their responses fit, and choose each response's first token."""
         taken, free = [], self.max_batch - self.used
         while self.waiting and len(self.waiting[-1][1]) <= free:
             taken.append(self.waiting.pop())
@@ -142,7 +135,7 @@ class DecodeLoop:
         self._make_room(self.max_batch - free)
         # Segments do not hand on states of linear attention.
         segments = split_prompts([prompt for prompt, _ in taken], shared=not self.cache.states)
-        rows, first = dict[int, range](), self.used  # of each prompt's responses
+        rows, first = dict[int, range](), self.used
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
             rows[prompt] = range(first, first + len(taken[prompt][1]))
             first = rows[prompt].stop
@@ -161,7 +154,6 @@ class DecodeLoop:
         groups: Sequence[tuple[tuple[int, ...], list[int]]],
         rows_by_prompt: Mapping[int, range],
     ) -> None:
-        """Prefill segments of one start and width, and start the responses to prompts that end in them."""
         cache, device, (start, width) = self.cache, self.device, segments[0][:2]
         stop = start + width
         prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
@@ -227,7 +219,6 @@ class DecodeLoop:
         return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
-        """Sample the next token of `rows` from logits [rows, vocab]."""
         cache, live, count = self.cache, self.live[rows], self.count[rows]
         token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.token[rows] = token
@@ -243,7 +234,7 @@ class DecodeLoop:
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text. Only `candidates` are detokenized."""
+        """End rows whose newest tokens hold a stop text."""
         look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
         ends, counts = self.position[look].tolist(), self.count[look].tolist()
         for row, end, count in zip(look.tolist(), ends, counts, strict=True):
@@ -252,9 +243,7 @@ class DecodeLoop:
                 self.live[row] = False
 
     def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
-        """Remove and return finished rows if they are over a sixteenth, or `at_once`.
-
-        Live rows from the end take their places."""
+        """Remove and return finished rows if they are over a sixteenth, or `at_once`."""
         used = self.used
         live = self.live[:used]
         status = int(live.sum() + self.nan.any() * _NAN)
@@ -294,7 +283,7 @@ class DecodeLoop:
         return taken
 
     def _make_room(self, rows: int) -> None:
-        """Grow the cache to `rows` rows and their next tokens; geometrically, up to the rows' limits."""
+        """Grow the cache to `rows` rows, geometrically."""
         # A finished row writes one token behind its end.
         rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
@@ -303,12 +292,10 @@ class DecodeLoop:
 
 
 class Segment(NamedTuple):
-    """A part of one or several prompts that is prefilled at once."""
-
-    start: int  # position of its first token
-    width: int  # tokens, with padding
-    prompts: list[int]  # their numbers
-    ends: bool  # whether it has one prompt, which ends in it
+    start: int
+    width: int
+    prompts: list[int]
+    ends: bool  # its only prompt ends in it
 
 
 def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
@@ -317,7 +304,7 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segm
     shared: whether common beginnings, in chunks of COLUMNS tokens, are segments; else each prompt is one"""
 
     def chunk(number: int, start: int) -> object:
-        """Return a key that prompts with the same tokens here share; a unique one at the prompt's end."""
+        """Return a key that prompts with the same tokens here share; unique at the prompt's end."""
         tokens = prompts[number][start : start + COLUMNS + 1]
         return tokens[:-1] if shared and len(tokens) > COLUMNS else number
 
@@ -342,6 +329,5 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segm
 def _width(prompt: tuple[int, ...]) -> int:
     """Return a prompt's padded length: at most a quarter more, and less than COLUMNS more.
 
-    Block sizes of torch's attention depend on it, so it must not depend on other prompts. With few different
-    widths, prompts share forward passes."""
+    It must not depend on other prompts, as block sizes of torch's attention depend on it."""
     return round_up(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))

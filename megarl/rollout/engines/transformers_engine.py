@@ -1,6 +1,4 @@
-"""The rollout engine on Hugging Face transformers: default on a CPU, reference for other engines.
-
-A weight transfer writes its weights in place (`parameters`). transformers_decode.py has the decode loop."""
+"""The rollout engine on Hugging Face transformers: default on a CPU, reference for other engines."""
 
 from __future__ import annotations
 
@@ -39,12 +37,7 @@ BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # end of the names of buffers t
 
 
 class TransformersEngine(RolloutEngine):
-    """A RolloutEngine in this process, on one device.
-
-    folder     Hugging Face folder; `start` reads only config.json
-    max_batch  responses decoded at once
-    tokenizer  needed only for stop texts
-    """
+    """A RolloutEngine in this process, on one device. tokenizer: needed only for stop texts"""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
@@ -64,7 +57,7 @@ class TransformersEngine(RolloutEngine):
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
         self.weight_version = -1
-        self.model: Any = None  # before `start`
+        self.model: Any = None
         self._has_weights = self._asleep = False
         # One per SamplingParams of unfinished requests; the first decodes next.
         self._loops: list[DecodeLoop] = []
@@ -74,7 +67,6 @@ class TransformersEngine(RolloutEngine):
         """Allocate the model with undefined weights. Raises CheckpointError for an unusable folder."""
         try:
             config = AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-            # On the meta device, to save the time for initial values.
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(
                     config, dtype=self.dtype, attn_implementation=ATTENTION, trust_remote_code=False
@@ -196,10 +188,9 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Generate for `seconds`, or until all requests are finished; return finished responses.
+        """Generate for `seconds`; return finished responses. Raises EngineError for NaN logits.
 
-        Requests with equal params are decoded together; different params alternate between calls. Raises
-        EngineError for NaN logits."""
+        Different params alternate between calls."""
         ended: list[tuple[int, TokenData]] = []
         end = time.monotonic() + seconds
         while self._loops and not (ended and time.monotonic() >= end):

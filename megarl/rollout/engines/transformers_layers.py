@@ -45,29 +45,28 @@ class Block(NamedTuple):
     def make(weights: Sequence[Tensor], hidden: int) -> Block:
         """Return the block for a model with these weights, which are overwritten, and this hidden size.
 
-        A narrow model multiplies small blocks in one batched product. It has at least two, because MKL has
-        another code path for one. Without batch invariance, blocks only limit the number of shapes."""
+        A narrow model multiplies at least two small blocks in one batched product: MKL has another code path
+        for one. Without batch invariance, blocks only limit the number of shapes."""
         if not is_batch_invariant(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(find_fewest_rows(weights), largest=LARGEST)
 
     def pad(self, rows: int) -> int:
-        """Round up to whole blocks."""
         if not self.largest:
             return max(round_up(rows, self.rows), self.rows * self.fewest)
         rest = rows % self.largest
         return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
     def get_capacity(self, rows: int) -> int:
-        """Return the rows to allocate for a number of responses; new ones may begin inside a block."""
+        """Return the rows to allocate; new responses may begin inside a block."""
         return self.pad(rows) + (self.largest or self.pad(0))
 
 
 def find_fewest_rows(weights: Iterable[Tensor]) -> int:
     """Return the fewest rows of a product whose order of summation is that of LARGEST rows.
 
-    It is a power of two from 8 to LARGEST and depends on processor and library. It is found with random
-    numbers: equal results mean an equal order. The weights are overwritten."""
+    It depends on processor and library, so random numbers find it: equal results mean an equal order. The
+    weights are overwritten."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -80,8 +79,6 @@ def find_fewest_rows(weights: Iterable[Tensor]) -> int:
 
 
 class BlockLinear(nn.Linear):
-    """A batch-invariant linear layer, which multiplies in the shapes of `block`."""
-
     block: Block
 
     def forward(self, input: Tensor) -> Tensor:
@@ -107,12 +104,10 @@ class BlockLinear(nn.Linear):
 class KVCache:
     """Keys and values per layer, [rows, kv_heads, columns, dim]. Position p is in column p.
 
-    Multi-latent attention has latents and rotated keys, one head each. Linear attention has a state per row
-    instead (`CachedDeltaNet`). The cache also has each position's token, log-prob and, if routing is
-    recorded, experts.
+    Multi-latent attention has latents and rotated keys, one head each. Linear attention has a state per row.
+    The cache also has each position's token, log-prob and, if recorded, experts.
 
-    It is transformers' `past_key_values`, of which attention layers call only `update`. While `prefilling`,
-    new keys and values are kept for `place`. Otherwise they are written at the positions of `attend`."""
+    It is transformers' `past_key_values`, of which attention layers call only `update`."""
 
     def __init__(self, model: Any, experts: int) -> None:
         config, dtype, device = model.config, model.dtype, model.device
@@ -129,7 +124,6 @@ class KVCache:
             [torch.zeros(0, heads, 0, width, dtype=dtype, device=device) for heads in layer_heads]
             for width in widths
         )
-        # Of layers of linear attention: the newest inputs of the convolution, and the delta rule's state.
         self.inputs = {
             n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
         }
@@ -139,7 +133,6 @@ class KVCache:
         self.logprobs = torch.zeros(0, 0, device=device)
         routed = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
-        # While prefilling, see `prefill`.
         self.prefilling, self.start = False, 0
         self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
@@ -147,7 +140,7 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values. Return those of all its columns, [rows, kv_heads, columns, dim].
+        """Add a layer's new keys and values. Return those of all its columns.
 
         key, value: [segments, kv_heads, tokens, dim]; when decoding [blocks, kv_heads, rows, dim]"""
         if self.prefilling:
@@ -168,11 +161,8 @@ class KVCache:
     def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
         """Keep keys and values of a forward pass for `place`.
 
-        Args:
-            start: first column of the segments
-            before: int64 [segments], a row that has the columns before each
-            lengths: int64 [segments], prompt tokens up to each segment's end, without padding
-        """
+        start: first column; before: int64 [segments], a row with the columns before each
+        lengths: int64 [segments], prompt tokens up to each segment's end"""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
             yield
@@ -188,7 +178,7 @@ class KVCache:
     def attend(self, position: Tensor, longest: int) -> Tensor:
         """Prepare a decoding step. Return its additive mask, [rows, 1, 1, columns].
 
-        position: int64 [rows], of the new tokens; at most `longest`"""
+        position: int64 [rows], at most `longest`"""
         self._seen = round_up(longest + 1, COLUMNS)
         rows, position = len(position), position[:, None]
         self._at = (self._starts_of_heads[:rows] + position).view(-1)
@@ -196,7 +186,7 @@ class KVCache:
         return mask.masked_fill_(self._numbers[: self._seen] > position, -torch.inf)[:, None, None]
 
     def place(self, rows: Tensor, source: Tensor, chosen: Tensor | None) -> None:
-        """Write keys, values and experts of the prefilled segments `source` into `rows`, int64 [n] each.
+        """Write the prefilled segments `source` into `rows`, int64 [n] each.
 
         chosen: experts, [segments, tokens, layers, topk]"""
         for layer, pair in self._aside.items():
@@ -218,13 +208,12 @@ class KVCache:
             column[target, :columns] = column[source, :columns]
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Grow to at least these sizes, and keep the content."""
         old_rows, old_columns = self.rows, self.columns
         self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
 
         def grown(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
-            # Zeros, not empty: masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+            # Masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
             fresh = old.new_zeros(shape)
             fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
             return fresh
@@ -237,7 +226,6 @@ class KVCache:
                 states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
         self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
         self.chosen = grown(self.chosen, 1)
-        # Offsets of rows, and of their heads, in the flattened tensors.
         heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
@@ -245,10 +233,8 @@ class KVCache:
 
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
-    """Linear attention with its states in a KVCache."""
-
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n] each."""
+        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n]."""
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
         channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
         return channels, gate, alpha, beta
@@ -295,8 +281,6 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
-    """Linear attention of Qwen3-Next, with two fused projections."""
-
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         fused = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
         query, key, value, gate, beta, alpha = self.fix_query_key_value_ordering(*fused)
@@ -308,9 +292,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface. Values may be narrower than keys; the output then is.
 
-    Without a mask (prefill) it is causal, with the queries of the last keys. With a mask (decoding) query is
-    [blocks, heads, rows, dim], one query a row. Query heads of one key head become queries of one head, so
-    that grouped keys are not repeated.
+    Without a mask (prefill) it is causal, with the queries of the last keys.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim] -> [rows, q, heads, dim]
     """
@@ -332,8 +314,7 @@ def attention(
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally with the queries of the last keys.
 
-    For batch invariance COLUMNS queries are taken at once, as a shared beginning of prompts may be computed
-    before the rest.
+    For batch invariance COLUMNS queries are taken at once: a shared beginning may be computed separately.
 
     query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     -> [rows, heads, q, dim]
@@ -367,7 +348,6 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
-    # Result and log-sum-exp, float32 [rows, kv_heads, group], of each chunk.
     found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
     if len(found) == 1:
         return found[0][0]
