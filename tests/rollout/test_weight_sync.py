@@ -324,7 +324,7 @@ def test_engines_behind_the_trainers_begin_with_one_of_their_first_ranks() -> No
     """6 trainers and 4 ranks with engines: no engine of 4 would have all its ranks in one node of 8."""
     engines = ["parallel.rollout_ranks=4", "rollout.engine_tp=4"]
     config = load_config(ROOT / "configs/vapo_32b.yaml", engines)
-    with pytest.raises(ConfigError, match=r"^rollout\.engine_tp: 4 does not divide the 6 ranks that train"):
+    with pytest.raises(ConfigError, match=r"^rollout\.engine_tp: 4 does not divide the 6 training ranks"):
         engine_targets(config, HF, 6)
     assert [rank for rank, _ in engine_targets(config, HF, 8)] == [8, 9, 10, 11]
 

@@ -285,7 +285,7 @@ def test_teachers_take_turns(stay: bool) -> None:
 def test_out_of_memory_is_explained(keep: tuple[str, ...], phase: str, knobs: list[str]) -> None:
     offload, _ = make_manager(frozenset(keep))
     offload.onload(phase, {"actor.weights"})
-    with pytest.raises(DeviceMemoryError) as caught, offload.explained(phase):
+    with pytest.raises(DeviceMemoryError) as caught, offload.explain_out_of_memory(phase):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
         )
