@@ -1,6 +1,6 @@
-"""`megarl demo`: a first run, of a tiny model with a warm start or a pretrained one.
+"""`megarl demo`: a first run, of a tiny model after a warm start, or of a pretrained model.
 
-Recipes share a seed's task and warm start. Each has a folder for its run, which the next one replaces."""
+All recipes of a seed share its task and warm start. A recipe's next run replaces its folder."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calcula
 REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the processor's rate that a forward pass reaches
 ASKED = 4.0  # cost of a held-out answer
 UPDATE = 1.5  # seconds of an update in addition to its passes, for memory traffic
-PRETRAINED = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates of a step
-LONG = 1140.0  # seconds
+COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates of a step
+LONG = 1140.0  # seconds; QUICK: wanted for training, LONGEST: at most
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
@@ -76,8 +76,8 @@ def demo(
         Path | None,
         Option(
             metavar="FOLDER",
-            help="everything is written below it, for other seeds than 0 in its seed-N; default: runs/demo, "
-            "or runs/ and the model",
+            help="everything is written below it (seeds other than 0: in its seed-N); default: runs/demo, "
+            "or runs/smollm2 with that model",
         ),
     ] = None,
     layers: Annotated[
@@ -122,7 +122,7 @@ def demo(
     config = load_config(file, reinforcement)
     check_config(config, str(file))  # before the warm start
     _check_folders(config, folder, place)
-    # No thread renews it, because ranks are forked. Training and waiting for ranks do.
+    # No thread renews the lease, because ranks are forked. Training and the wait for ranks renew it.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
@@ -152,8 +152,8 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
     if model != "tiny" and (experts or layers != 2):
         key = "--experts" if experts else "--layers"
         raise ConfigError(f"{key}: is only for the tiny model, {model} is fixed (leave it out)")
-    if model != "tiny" and recipe not in PRETRAINED:
-        known = " or ".join(PRETRAINED)
+    if model != "tiny" and recipe not in COSTS:
+        known = " or ".join(COSTS)
         raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
     if model == "tiny" and task != "sums":
         raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
@@ -250,17 +250,17 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
     answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds of a forward pass over a response
-    passes, updates = PRETRAINED[recipe]
+    passes, updates = COSTS[recipe]
     for prompts in (8, 4):
         step = prompts * GROUP * answer * passes + updates * UPDATE
-        around = 2 * ROWS[task] * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
-        steps = int((QUICK[task] - around) / step)
+        evaluations = 2 * ROWS[task] * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
+        steps = int((QUICK[task] - evaluations) / step)
         if steps < LEAST:
-            steps = min(LEAST, int((LONGEST[task] - around) / step))
+            steps = min(LEAST, int((LONGEST[task] - evaluations) / step))
         if steps >= LEAST // 2:
             break
     steps = max(2, min(MOST, steps))
-    return RunSizes(rates, dtype, ranks, threads, prompts, steps, around + steps * step)
+    return RunSizes(rates, dtype, ranks, threads, prompts, steps, evaluations + steps * step)
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:

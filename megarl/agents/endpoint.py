@@ -350,7 +350,7 @@ class Session:
         }
 
     def _tokenize_new(self, chat: ChatTurns, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Raises Refused unless `messages` extend the history."""
+        """Return the tokens of the new messages. Raises Refused unless `messages` extend the history."""
         known = len(self.history)
         for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
             if was != now:

@@ -50,7 +50,7 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """Without the end-of-turn token."""
+        """Return the text without the end-of-turn token."""
         return policy_text(self.tokenizer, self.tokens)
 
 
@@ -285,7 +285,7 @@ class Policy:
         return value
 
     def _next_entry(self, *expected: Any) -> list[Any] | None:
-        """Raises EngineError if the episode does something else than in the earlier run."""
+        """Return the journal's next entry. Raises EngineError if the episode differs from its earlier run."""
         if not self._to_replay:
             return None
         entry: list[Any] = self._to_replay.pop(0)

@@ -191,7 +191,9 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Raises ConfigError for a missing or unsuitable function, or a template that rewrites history."""
+    """Import the episode's function.
+
+    Raises ConfigError for an unsuitable function, or a template that rewrites history."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)

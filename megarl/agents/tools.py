@@ -131,7 +131,7 @@ class ToolPool:
 
     @property
     def oldest(self) -> str:
-        """For reports about a hang."""
+        """Describe the oldest unfinished job, for reports about a hang."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -445,7 +445,7 @@ class _LiveEnvironment:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # The environment may change its row.
+        # Give it a copy, because the environment may change its row.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 

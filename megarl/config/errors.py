@@ -1,4 +1,4 @@
-"""Errors that a user can cause, in one line. The command exits with code 2."""
+"""Errors that are reported in one line. The command exits with the error's code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EngineError(MegarlError):
 
 
 class EngineFailure(EngineError):
-    """The engine's processes died, hang or return nonsense, and must be restarted."""
+    """An EngineError that needs a restart of the engine: its processes died, hang or return nonsense."""
 
 
 class WaitTimeout(MegarlError):

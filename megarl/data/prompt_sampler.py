@@ -50,7 +50,7 @@ class PromptSampler:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if prompts or seed differ."""
+        """Continue from a state. Raises CheckpointError if prompts or seed differ."""
         for name, key in (("num_prompts", "data.train"), ("seed", "seed"), ("shuffle", "data.shuffle")):
             if state.get(name) != getattr(self, name):
                 raise CheckpointError(

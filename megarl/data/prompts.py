@@ -148,7 +148,7 @@ class ReadReport:
         self.warned.append(RejectedRow(row.file, row.number, what))
 
     def finish(self, names: Sequence[object], kept: int) -> None:
-        """Raises DataError if no row was kept."""
+        """Complete the counts. Raises DataError if no row was kept."""
         self.kept = kept
         order = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (order[row.file], row.row))
@@ -515,7 +515,7 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str:
-    """Raises UnusableRow if the template fails."""
+    """Return the model's input for a row. Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)

@@ -26,8 +26,8 @@ PATIENCE = 2.0  # seconds that a client may be silent; closed after twice this t
 class Exporter(Collector):
     """Serves each stage's newest record as gauges: `megarl_policy_entropy{stage="train"}`.
 
-    Serves one client at a time, each for at most 2 * PATIENCE, and never delay a step. Raises ConfigError if
-    the port is not available."""
+    Serves one client at a time, each for at most 2 * PATIENCE, so that clients never delay a step. Raises
+    ConfigError if the port is not available."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}

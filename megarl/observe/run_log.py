@@ -155,7 +155,7 @@ class JsonlWriter:
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
-        """Raises ValueError for NaN or infinity."""
+        """Write a record. Raises ValueError for NaN or infinity."""
         line = json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n"
         with self._careful(self.path):
             self._settle()
@@ -269,7 +269,7 @@ class RunLog:
         return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
-        """name -> row -> one sum per bin."""
+        """Write the tables of a step: name -> row -> one sum per bin."""
         self._files[DISTRIBUTIONS_FILE].write({"step": step, "stage": stage, **plain(tables, "", [])})
 
     def write_event(self, text: str) -> None:

@@ -101,7 +101,7 @@ class RecordedRun:
 
 
 def load_run(run_dir: Path) -> RecordedRun:
-    """Raises DataError if metrics.jsonl is missing or another file is damaged."""
+    """Read a run's records. Raises DataError if metrics.jsonl is missing or another file is damaged."""
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
         path = run_dir / name

@@ -41,8 +41,8 @@ _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
 POLL = 0.1  # seconds between checks of the ranks
 PATIENCE = 30.0  # seconds that ranks have to end after SIGTERM
 HUNG = 124
-# Exit codes after which a retry may succeed: hung, lost a peer, or killed.
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+# Exit codes after which a retry may succeed: hung, lost a peer, or killed.
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
@@ -125,7 +125,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """Raised in the launcher by a signal, its argument."""
+    """Raised in the launcher when it receives a signal, whose number is the argument."""
 
 
 def _start_ranks(
@@ -181,7 +181,7 @@ def _may_fork(config: ParallelConfig) -> bool:
     """Return whether ranks can be forked.
 
     CUDA does not survive a fork, and other threads' locks would stay locked. Outside Linux, system libraries
-    start some. jemalloc's thread (pyarrow's allocator) is harmless: it holds its locks during a fork."""
+    start threads. jemalloc's thread (pyarrow's allocator) is harmless: it holds its locks during a fork."""
     if sys.platform != "linux" or choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -247,8 +247,8 @@ def explain_failures(
     failures   rank -> (exit code, negative for a signal; content of the rank's error file, if any)
     forwarded  signal that the ranks received as SIGUSR1
 
-    It prefers a watchdog's hang, since a stuck rank is killed, then a killed rank, then the first error.
-    Last come ranks that lost their peers, or that NCCL or the launcher ended."""
+    The order: a hang that a watchdog reported, since its stuck rank is killed as well; a killed rank; the
+    first error. Ranks come last that lost their peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -273,7 +273,7 @@ def explain_failures(
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
         hint = (
-            "; the kernel does that when memory runs out (see dmesg) or a process was stopped for long"
+            "; SIGKILL comes when memory runs out (see dmesg) or a process was stopped for too long"
             if -code == signal.SIGKILL
             else ""
         )

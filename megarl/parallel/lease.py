@@ -328,7 +328,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
-    # A reader of half a file must not conclude that the owner has ended.
+    # Lock it before writing: a reader of half a file must not conclude that the owner has ended.
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:

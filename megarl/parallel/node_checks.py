@@ -243,7 +243,8 @@ def _try_network(
 ) -> Findings:
     """Measure a network: GB/s into this node, in a ring, and of an all-reduce over all nodes.
 
-    Both are message size / time, not NCCL's bus bandwidth."""
+    The first is measured in a ring, in which each node sends to the next. Both are message size / time, not
+    NCCL's bus bandwidth."""
 
     signed = SignedStore(store)
 

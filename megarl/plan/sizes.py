@@ -29,7 +29,7 @@ from megarl.weights.shards import float32_tensors, get_sizes, sglang_shards
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
 FP32 = 4
-CHUNK = 64  # of linear attention (model/delta_net.py, which imports torch)
+CHUNK = 64  # tokens; of linear attention, a copy from model/delta_net.py, which needs torch
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Shape:
         return get_family(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
-        """Return a stage's layers, cut to an equal number: pp does not divide them in some published runs."""
+        """Return a stage's layers, at most layers // pp: in some published runs pp does not divide them."""
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
@@ -95,7 +95,7 @@ class Shape:
         return max(self._count_local(pair, 1 if pair.per_expert else tp) for pair in pairs)
 
     def count_lora(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
-        """Count the elements of weights with adapters on one of `tp` ranks: of all, of the largest."""
+        """Return the elements, on one of `tp` ranks, of all weights with adapters and of the largest."""
         held, sizes = list[tuple[int, int]](), self.sizes
         for pair in (pair for pair in self.pairs if adapters(pair, lora)):
             copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
@@ -176,7 +176,7 @@ class Shape:
         def counts(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
-        # Frozen layers are the lowest: what any layer trains is trained in the uppermost.
+        # Frozen layers are the lowest, so the uppermost layer trains whatever any layer trains.
         pairs = [pair for pair in self.pairs if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
@@ -275,13 +275,14 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of one model at one tensor-parallel size. All but `head_fixed` are bytes a token.
+    """Activations of one model at one tensor-parallel size. Bytes per token, except `head_fixed`: bytes.
 
     layer        kept by a layer, with the configured recomputation
     one_layer    kept by a layer without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
     head         peak of the last stage's head
+    head_fixed   its part that does not grow with tokens
     forward      peak in a layer without gradients
     moved        written by norms, attention and activation functions of a layer
     recomputed   with recompute=full: recomputed layers of a rank; None: all
@@ -310,6 +311,7 @@ class Activations:
         outputs: hidden states kept for other stages
         dense: number of first layers without experts"""
         full = self.recompute == "full"
+        # whole: the highest layers, not recomputed; lowest: recomputed layers without experts
         whole = layers - min(layers, self.recomputed or layers) if full else 0
         first, others = self.dense or self, self
         lowest = min(dense, layers - whole)
@@ -356,6 +358,7 @@ class Passes:
     """How a rank computes passes of a model.
 
     chunk        vocabulary entries whose logits exist at once
+    layers       their kind: "portable" or "te"
     recomputed   layers of a rank with model.recompute_layers
     router       dtype of a mixture's router"""
 
@@ -381,7 +384,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Columns of a token, and its copies for experts: a balanced router receives what it sends.
+    # f: MLP columns of a token; copies: elements that it sends to experts. A balanced rank receives as many.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -391,7 +394,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     linear = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
     mlp += b * copies  # sorted input of the experts
-    if experts:  # the router's scores, sorted, and its choice
+    if experts:  # the router's scores, and its choice: a byte for each expert
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
@@ -400,8 +403,8 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     # Written but not kept: q and k before rotation, sums of the residual.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
     if fp8:
-        # FP8 products keep their input in a byte, routers in bf16; attention keeps output and projection
-        # input.
+        # FP8 products keep their input as one byte an element, routers theirs in bf16. Attention keeps its
+        # output in bf16, and again in FP8 as the projection's input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
     # Recomputed attention keeps unpadded q, k, v. Transformer Engine's projection keeps the output. Linear
     # attention is not recomputed.
@@ -412,12 +415,12 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         attention_again -= b * q
     gathered_keys = passes.cp > 1 and portable
     if gathered_keys:
-        # Attention over gathered keys is always recomputed. Norms of q and k keep their input, with v.
-        counted = family.has("k_layernorm.weight")
-        one_layer += (1 - linear) * (attention_again - (b * (q + kv) if counted else 0.0))
+        # Attention over gathered keys is always recomputed. Norms of q and k keep the tensor of q, k and v.
+        norms_keep_qkv = family.has("k_layernorm.weight")
+        one_layer += (1 - linear) * (attention_again - (b * (q + kv) if norms_keep_qkv else 0.0))
         moved = one_layer - b * copies
-    # A recomputed MLP keeps its input: portable layers the normalised one; Transformer Engine's fused layer
-    # normalises again. In FP8 it and the second product's input are a byte each.
+    # A recomputed MLP keeps its input. Portable layers keep the normalised one, Transformer Engine's fused
+    # layer the one before its norm. In FP8 the inputs of both products take one byte an element.
     selected = 0.0
     if "mlp" in modules:
         selected = mlp + (0.0 if portable else b * h + FP32) - (b - 1) * (h + f) * fp8
@@ -428,7 +431,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     head, fixed = _head(shape, passes, critic)
     if recompute != "selective":
         selected = 0.0
-    if recompute == "full" and linear:  # the largest layer is recomputed as well
+    if recompute == "full" and linear:  # count the larger kind of layer
         one_layer += max(attention, delta) - mixed
     found = (
         layer,
@@ -497,8 +500,8 @@ def _count_scratch(
         forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
         # Attention's backward pass follows the MLP's. Portable layers have all context-parallel ranks' keys
-        # and values, gathered and by bucket, queries, outputs, and gradients of all. Transformer Engine
-        # passes keys, values and their gradients on in buffers of one rank's share.
+        # and values twice (gathered, by bucket), queries, outputs, and gradients of all these. Transformer
+        # Engine sends keys, values and their gradients from rank to rank, in buffers of one rank's share.
         attended = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
     if sizes.linear:  # gradients of the chunked rule's matrices and inputs
@@ -553,8 +556,9 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
 def fp8_bytes_per_param(recipe: str, device: Device) -> float:
     """Return the bytes of Transformer Engine's FP8 copies of a parameter.
 
-    It keeps rows, and columns for the input's gradient, each with scales (2.20: Float8Tensor, MXFP8Tensor,
-    Float8BlockwiseQTensor). With one scale a tensor, devices without transposed copies keep only rows."""
+    It keeps a copy by rows, and one by columns for the input's gradient, each with scales (2.20:
+    Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor). With one scale per tensor, devices that need no
+    transposed copies keep only the first."""
     if recipe == "mxfp8":
         return 2 * (1 + 1 / 32)
     if recipe == "blockwise":

@@ -1,4 +1,4 @@
-"""Verdicts on responses, arguments of reward terms, and imports of both kinds of functions."""
+"""Verdicts on responses, the argument of reward terms, and the lookup of verifiers and terms by name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ MAX_TEXT = 1000  # characters of an extracted answer or an error in a message
 class Verdict:
     """The result of grading one response.
 
-    correct    for accuracy, pass@k, group filtering, positive-example loss
-    extracted  the normalised final answer, for majority voting
-    error      why grading failed
-    judged     False: ungraded, and left out everywhere, because the failure does not depend on the answer
-    (docs/verifiers.md); an error with True makes the answer wrong
-    score      finite: 1 earns the reward of a correct answer, 0 of a wrong one; None: by `correct`
-    terms      values of `reward.terms`; the pool sets it"""
+    correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
+    extracted  the normalised final answer, for majority voting; None if there is none
+    error      why grading failed, else None
+    judged     False: grading failed for a reason that the answer cannot cause, so the response counts
+               nowhere (docs/verifiers.md). True with an error: the answer caused the failure, and is wrong
+    score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
+               one; None: decided by `correct`
+    terms      name -> value of each of `reward.terms`; VerifierPool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -105,7 +106,7 @@ def as_verdict(result: object, who: str) -> Verdict:
 
 
 def finite(value: Any, what: str, wanted: str) -> float:
-    """Raises UnusableError, with the given words."""
+    """Return a finite number as float. Raises UnusableError with the given words."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
@@ -130,7 +131,7 @@ def _current_folder(module: str) -> Iterator[None]:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """It is neither a bool nor a Real, and a worker must not import numpy."""
+    """Detect numpy's bool, neither a bool nor a Real, without importing numpy in a worker."""
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
@@ -151,7 +152,7 @@ def verifier_path(name: str) -> str:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Raises ConfigError."""
+    """Import the function that `reward.verifier` names. Raises ConfigError as `import_object`."""
     return import_object("reward.verifier", verifier_path(name))
 
 

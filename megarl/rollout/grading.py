@@ -35,7 +35,7 @@ class Grader:
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
         self.reflection = make_words_pattern(config.log.reflection_words)
-        self.max_tokens = 0
+        self.max_tokens = 0  # the worker sets this and with_terms from StartSamples
         self.with_terms = False
         self.seconds = 0.0
         self._queue: list[Ungraded] = []
@@ -85,7 +85,8 @@ class Grader:
     def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples with these texts.
 
-        An episode's verdict stands, but reward terms see the verifier's. A failure's error is the verdict."""
+        An episode's verdict stands; reward terms use the verifier's. If the verifier fails, its verdict
+        replaces an episode's that is graded and has no error."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
         for (sample, prompt, own), text in finished:
@@ -115,7 +116,7 @@ class Grader:
 
 
 def split_policy_turns(data: TokenData) -> list[list[int]]:
-    """Return the tokens of each turn of the policy; turns without an observation between are one."""
+    """Return the tokens of each turn of the policy; turns with no observation between them count as one."""
     if data.is_sampled is None:
         return [data.tokens.tolist()]
     pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)

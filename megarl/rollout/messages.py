@@ -81,7 +81,7 @@ class EndRollout(Message):
 
 
 class RankReady(Message):
-    """This rank is connected."""
+    """Reports that this rank is connected."""
 
 
 class SamplesFinished(Message):

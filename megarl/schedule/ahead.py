@@ -175,7 +175,9 @@ class RemoteGeneration(BatchSource):
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
-        """unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
+        """Order the next rollout, if one is due.
+
+        unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)

@@ -31,7 +31,7 @@ class Listener:
     """Observes a run, with the same calls on every rank."""
 
     def on_start(self, *, fresh: bool) -> None:
-        """fresh: older records are dropped."""
+        """Start the run's records. fresh: drop older ones."""
 
     def run(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -44,18 +44,18 @@ class Listener:
         return nullcontext()
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        """step: None for work between steps."""
+        """Enclose a phase. step: None for work between steps."""
         return nullcontext()
 
     def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
         pass
 
     def event(self, line: str, *, keep: bool = True) -> None:
-        """keep: record the line, too."""
+        """Report a line. keep: record it, too."""
 
 
 class Listeners(Listener):
-    """Contexts end in the opposite order."""
+    """Calls all listeners in order; their contexts end in the opposite order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners

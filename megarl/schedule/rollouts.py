@@ -71,7 +71,7 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if writing fails. state: rank 0's, JSON."""
+        """Write a rollout; collective. state: JSON, rank 0's counts. Raises ConfigError if writing fails."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 

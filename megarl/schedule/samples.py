@@ -15,13 +15,14 @@ from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import broadcast_from_rank_0, gather_to_rank_0
 from megarl.parallel.runtime import Runtime
 
-STEPS_WITH_TOKENS = 100
+STEPS_WITH_TOKENS = 100  # approximate number per run
 TOKENS_SHOWN = 512  # per response: half at the start, half at the end
 DIGITS = 4  # significant
-MAX_CHARACTER_TOKENS = 4
+MAX_CHARACTER_TOKENS = 4  # that make one character
 
 
 def has_tokens(number: int, steps: int) -> bool:
+    """Return whether the samples of step `number` of `steps` have tokens."""
     return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
 
 
@@ -67,7 +68,7 @@ def _round(column: list[float]) -> list[float | None]:
 def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
 
-    Numbers of observations are NaN, and advantages of tokens from earlier steps (`rollout.window`)."""
+    Observed tokens have NaN for both numbers, tokens of earlier steps (`rollout.window`) for advantages."""
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
     sampled_now, columns_by_row = batch.sampled_mask, {}
     for row in rows:
@@ -88,7 +89,7 @@ def response_indices(batch: TrainBatch, row: int) -> Tensor:
 
 
 def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return each token's text. A character of several tokens belongs to the first one."""
+    """Return each token's text. The first of several tokens of one character has it; the others are empty."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
     at = 0
     while at < len(texts):

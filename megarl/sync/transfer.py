@@ -310,7 +310,7 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
-    for axis, (start, stop) in enumerate(box):
+    for axis, (start, stop) in enumerate(box):  # the finaliser of splitmix64
         x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
         x += axis * 0x3C6EF372FE94F82A
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
@@ -370,7 +370,7 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """values [rows, columns]: the `hf_box`; out: float8_e4m3fn"""
+        """Quantise values [rows, columns] of `hf_box` into out, float8_e4m3fn"""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):

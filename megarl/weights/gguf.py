@@ -29,7 +29,7 @@ from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import tensor_error, write_json
 
 # By llama.cpp's architecture ("llama" includes Mistral). True: the two rows of q and k that a rotation
-# combines are adjacent, instead of half a head apart.
+# combines are adjacent, instead of separated by half a head.
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the frequencies
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")

@@ -137,7 +137,7 @@ class HFFolder(ModelFolder):
         headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
         for name, file in weight_map.items():
             if name not in headers[file]:
-                raise tensor_error(index, name, f"is said to be in {file}, which does not have it")
+                raise tensor_error(index, name, f"is in {file} by the index, but that file does not have it")
         known = {*weight_map, *self.shapes}
         unlisted = {
             name: entry for file in headers.values() for name, entry in file.items() if name not in known

@@ -616,7 +616,7 @@ def write_hf(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """config: replaces the source's config.json."""
+    """Add the files other than weights, and all checksums. config: replaces the source's config.json."""
     carry_along(source, folder, config)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     others = {

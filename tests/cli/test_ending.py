@@ -193,8 +193,8 @@ class TestRealJob:
             code, errors = job.end()
         assert code == 137
         assert errors.splitlines()[-1] == (
-            "megarl: rank 1 was killed by signal 9 (SIGKILL), the others were ended; the kernel does that "
-            "when memory runs out (see dmesg) or a process was stopped for long; "
+            "megarl: rank 1 was killed by signal 9 (SIGKILL), the others were ended; SIGKILL comes "
+            "when memory runs out (see dmesg) or a process was stopped for too long; "
             f"what the run wrote is in {job_scene.folder}/run"
         )
         assert "Traceback" not in errors

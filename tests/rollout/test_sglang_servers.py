@@ -581,7 +581,7 @@ WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {
     "a short context": (lambda s: setattr(s, "max_model_len", 64), "has room for 64 tokens, a prompt"),
     "a small cache": (
         lambda s: s.server_info.update(max_total_num_tokens=71),
-        "has room for 71 tokens, a prompt and its response are up to 32 + 40",
+        "has room for 71 tokens, but prompt and response need 32 + 40",
     ),
     "an old one": (lambda s: s.server_info.update(version="0.5.15"), "is SGLang 0.5.15 (update it"),
     "replicas": (lambda s: s.server_info.update(dp_size=2), "has data-parallel replicas"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.errors import CheckpointError, DataError
-from megarl_tasks.demo import LEAST, LONG, MOST, PRETRAINED, QUICK, choose_sizes
+from megarl_tasks.demo import COSTS, LEAST, LONG, MOST, QUICK, choose_sizes
 from megarl_tasks.pretrained import EVAL_ROWS, SMOLLM2, TRAIN_ROWS, fetch, write_task
 
 
@@ -71,7 +71,7 @@ def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     st.floats(5.0, 400.0),
     st.floats(0.5, 3000.0),
     st.integers(1, 64),
-    st.sampled_from(sorted(PRETRAINED)),
+    st.sampled_from(sorted(COSTS)),
 )
 def test_sizes(fp32: float, bf16: float, cores: int, recipe: str) -> None:
     """Never more than the long limit, unless two steps of the smallest size take longer; all cores but one

@@ -174,7 +174,7 @@ def test_index(tmp_path: Path) -> None:
 
     other = next(file for file in files if file != index["weight_map"][GATE])
     (folder / INDEX).write_text(json.dumps({"weight_map": {**index["weight_map"], GATE: other}}))
-    refused(folder, f"{INDEX}: {GATE}: is said to be in {other}")
+    refused(folder, f"{INDEX}: {GATE}: is in {other} by the index")
     (folder / INDEX).write_text(
         json.dumps({"weight_map": {k: v for k, v in index["weight_map"].items() if k != GATE}})
     )

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A server did not answer, or with an error. code: of its HTTP answer; 0: there is none"""
+    """A server did not answer, or answered with an error. code: HTTP status of the answer; 0: none."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -58,6 +58,8 @@ class ServerInfo(msgspec.Struct):
 
 
 class Card(msgspec.Struct):
+    """A model in the answer of /v1/models."""
+
     max_model_len: int | None = None
 
 
@@ -89,7 +91,7 @@ class Generated(msgspec.Struct):
 async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
     """GET a URL, or POST `body` (JSON, encoded or not) to it, and return its answer as `kind`.
 
-    Raises Unanswered for a timeout, a status other than 200, and another type."""
+    Raises Unanswered for a timeout, a status other than 200, and an answer of another type."""
     import aiohttp
 
     path = "/" + url.split("/", 3)[-1]
@@ -116,7 +118,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
     try:
         return msgspec.json.decode(content, type=kind) if kind is not type(None) else kind()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unanswered(f"{path} was answered with something else: {error}") from None
+        raise Unanswered(f"{path} was answered with an unexpected body: {error}") from None
 
 
 async def open_session() -> aiohttp.ClientSession:
@@ -155,13 +157,13 @@ async def identify(
         problem = differs
     elif room < longest:
         needed = f"{config.data.max_prompt_tokens} + {config.rollout.max_extent}"
-        problem = f"has room for {room} tokens, a prompt and its response are up to {needed} (give it more)"
+        problem = f"has room for {room} tokens, but prompt and response need {needed} (give it more room)"
     elif server.dp_size > 1:
         problem = "has data-parallel replicas, whose weights cannot be replaced (start one server for each)"
     elif server.disaggregation_mode != "null" or server.speculative_algorithm:
         problem = "uses prefill disaggregation or speculative decoding (start it without them)"
     elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.is_multi_turn):
-        problem = "has no tokenizer, and responses end at texts (start it without --skip-tokenizer-init)"
+        problem = "has no tokenizer, which stop texts need (start it without --skip-tokenizer-init)"
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:
@@ -195,6 +197,7 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
     # The server is paused if a client was killed during an update.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
+    # Ask for the log-prob of a token just beyond the vocabulary: the refusal names the valid range.
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
     beyond = one | {"return_logprob": True, "token_ids_logprob": [expected]}
     try:
@@ -211,7 +214,7 @@ def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) ->
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))
-        what = f"{len(rollout.urls)} for {engines} ranks with a client each"
+        what = f"{len(rollout.urls)} of the {engines} servers needed, one for each rank with a client"
         raise ConfigError(f"rollout.urls: {what} (name more, or let ranks share: rollout.engine_tp={tp})")
 
     async def ask(session: aiohttp.ClientSession, url: str, key: str) -> None:
