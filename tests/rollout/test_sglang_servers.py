@@ -578,7 +578,7 @@ WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {
     ),
     "another vocabulary": (lambda s: setattr(s, "vocabulary", 300), "a vocabulary of 300 tokens, not 307"),
     "a larger vocabulary": (lambda s: setattr(s, "vocabulary", 400), "more than 307 tokens, not 307"),
-    "a short context": (lambda s: setattr(s, "max_model_len", 64), "has room for 64 tokens, a prompt"),
+    "a short context": (lambda s: setattr(s, "max_model_len", 64), "has room for 64 tokens, but prompt"),
     "a small cache": (
         lambda s: s.server_info.update(max_total_num_tokens=71),
         "has room for 71 tokens, but prompt and response need 32 + 40",
@@ -591,7 +591,10 @@ WRONG: dict[str, tuple[Callable[[Server], Any], str]] = {
         lambda s: s.model_info.update(preferred_sampling_params={"min_p": 0.1}),
         "has its own sampling parameters",
     ),
-    "something else": (lambda s: s.server_info.pop("version"), "/server_info was answered with something"),
+    "something else": (
+        lambda s: s.server_info.pop("version"),
+        "/server_info was answered with an unexpected body",
+    ),
     "nobody": (lambda s: s.stop(), "/model_info: ClientConnectorError"),
 }
 
@@ -624,7 +627,9 @@ def test_a_server_may_say_the_models_name(serve, folder: Path) -> None:
 def test_too_few_servers(serve, folder: Path) -> None:
     servers = serve()
     check_servers(configured(folder, servers), read_config(folder), 2)
-    with pytest.raises(ConfigError, match=r"rollout.urls: 2 for 8 ranks .* \(name more, .*engine_tp=4\)"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.urls: 2 of the 8 servers needed, .* \(name more, .*engine_tp=4\)"
+    ):
         check_servers(configured(folder, servers), read_config(folder), 8)
 
 
