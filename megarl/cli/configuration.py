@@ -58,12 +58,12 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
         absent = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
-        print(printable(f"{path}: the configuration holds; {absent}"))
+        print(printable(f"{path}: the configuration is valid; {absent}"))
         return 0
     from megarl.schedule.preflight import preflight
 
     preflight(config, str(path))
-    print(printable(f"{path}: the configuration holds"))
+    print(printable(f"{path}: the configuration is valid"))
     return 0
 
 

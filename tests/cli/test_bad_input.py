@@ -871,4 +871,4 @@ def test_a_row_that_is_no_row_does_not_stop_the_others(scene: Scene, tmp_path: P
     )
     assert scene.capsys is not None
     assert main(["config", "check", str(scene.config), f"data.train=[{mixed}]"]) == 0
-    assert scene.capsys.readouterr().out == f"{scene.config}: the configuration holds\n"
+    assert scene.capsys.readouterr().out == f"{scene.config}: the configuration is valid\n"

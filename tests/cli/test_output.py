@@ -179,10 +179,10 @@ class TestConfig:
         assert scene.capsys is not None
         assert (
             printed(scene.capsys, "config", "check", str(scene.config))
-            == f"{scene.config}: the configuration holds\n"
+            == f"{scene.config}: the configuration is valid\n"
         )
         text = printed(scene.capsys, "config", "check", str(scene.config), "model.path=/no/such/model")
-        assert "the configuration holds; model.path /no/such/model is not on this machine" in text
+        assert "the configuration is valid; model.path /no/such/model is not on this machine" in text
         assert not (scene.folder / "run").exists()
 
     def test_docs_say_everything_about_every_knob(self, capsys: pytest.CaptureFixture[str]) -> None:

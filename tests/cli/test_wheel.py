@@ -88,7 +88,7 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
     tables = "critic, critic_free, dapo, tppo, vapo"
     assert f"no such table (one of {tables}, or" in megarl("ablate", "nosuch", code=2)
     assert f"{site}/megarl/configs/ablations/" in megarl("ablate", "vapo", "rollout.group_size=7", code=2)
-    assert "configs/vapo_32b.yaml: the configuration holds" in megarl(
+    assert "configs/vapo_32b.yaml: the configuration is valid" in megarl(
         "config", "check", "configs/vapo_32b.yaml"
     )
     assert "no such file" in megarl("config", "check", "configs/demos/vap.yaml", code=2)

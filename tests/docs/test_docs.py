@@ -182,7 +182,7 @@ def test_config_commands(
     printed = capsys.readouterr().out
     expected = {
         "show": "recipe:",
-        "check": "the configuration holds",
+        "check": "the configuration is valid",
         "docs": "update.mini_batch",
         "phases": "weight_transfer",
     }

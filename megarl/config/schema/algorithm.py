@@ -25,14 +25,14 @@ class MismatchConfig(Section):
     weight: Literal["none", "token", "sequence"] = field(
         "none",
         "truncated importance sampling: each token by min(ratio, cap), "
-        "of its own ratio or of the product over its response",
+        "with the ratio of the token, or the product over its response",
         source="truncated importance sampling (Ionides 2008); none in DAPO and VAPO",
     )
     cap: float = field(2.0, "largest importance weight", gt=0)
     mask: Literal["none", "token", "sequence"] = field(
         "none",
-        "leave out tokens whose ratio, or responses the geometric mean of whose ratios, "
-        "is outside [mask_low, mask_high]",
+        "leave out tokens with a ratio outside [mask_low, mask_high], or responses with a geometric mean "
+        "of ratios outside",
         source="none in DAPO and VAPO",
     )
     mask_low: float = field(0.5, "smallest ratio that is kept", ge=0)

@@ -150,7 +150,7 @@ class DataConfig(Section):
     )
     answer_key: str = field(
         "reward_model.ground_truth",
-        "column, dots descend; else `answer`, or what `solution`, `completion` or the last of `messages` "
+        "column, dots select nested fields; else `answer`, or what `solution`, `completion` or the last of `messages` "
         "ends in",
     )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")

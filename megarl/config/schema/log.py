@@ -16,7 +16,7 @@ class LogConfig(Section):
     samples: int = field(4, "responses kept in samples.jsonl per step", "responses", ge=0)
     reflection_words: tuple[str, ...] = field(
         ("wait", "however", "rethink", "recheck", "double-check", "let me check", "on second thought"),
-        "whole words or phrases, case-insensitive, whose responses count in reflection/*; []: none",
+        "whole words or phrases, case-insensitive; responses with one count in reflection/*; []: none",
         source="DAPO section 4.4, table 2: `However, wait a moment, let's rethink`; the rest is our choice",
     )
     report: bool = field(True, "write report.html at the end")
@@ -30,4 +30,4 @@ class LogConfig(Section):
         ge=0,
     )
     prometheus: int = field(0, "port at which rank 0 serves the newest metrics; 0: none", ge=0, le=65535)
-    prometheus_host: str = field("127.0.0.1", "address for that, e.g. 0.0.0.0: every interface")
+    prometheus_host: str = field("127.0.0.1", "address that it listens at, e.g. 0.0.0.0: every interface")

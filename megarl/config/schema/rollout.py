@@ -54,7 +54,7 @@ class TurnsConfig(Section):
         8192, "longest observation that the policy gets from one result; the rest is cut", "bytes", ge=16
     )
     calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
-    memory: int = field(2048, "data memory of such a process", "MiB", ge=128)
+    memory: int = field(2048, "data memory of a tool's process", "MiB", ge=128)
     sandbox: Sandbox = field(
         "strict",
         "permissions of such a process: strict (read most files, write in its own temporary folder, start "

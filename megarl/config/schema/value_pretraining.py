@@ -14,7 +14,7 @@ class ValuePretrainingConfig(Section):
         0, "rollouts of the frozen policy; 0: no pretraining", "rollout steps", "VAPO section 5.1: 50", ge=0
     )
     epochs: int = field(1, "passes over each of these rollouts", "epochs", ge=1)
-    lr: float | None = field(None, "constant learning rate meanwhile; null: critic.lr", gt=0)
+    lr: float | None = field(None, "constant learning rate of value pretraining; null: critic.lr", gt=0)
     explained_variance: float = field(
         1.0, "end early once a new rollout's explained variance is at least this; 1: never", le=1
     )
