@@ -31,8 +31,8 @@ class MismatchConfig(Section):
     cap: float = field(2.0, "largest importance weight", gt=0)
     mask: Literal["none", "token", "sequence"] = field(
         "none",
-        "leave out tokens with a ratio outside [mask_low, mask_high], or responses with a geometric mean "
-        "of ratios outside",
+        "leave out tokens with a ratio outside [mask_low, mask_high], or responses with a "
+        "geometric mean of ratios outside",
         source="none in DAPO and VAPO",
     )
     mask_low: float = field(0.5, "smallest ratio that is kept", ge=0)

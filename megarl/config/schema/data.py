@@ -150,8 +150,8 @@ class DataConfig(Section):
     )
     answer_key: str = field(
         "reward_model.ground_truth",
-        "column, dots select nested fields; else `answer`, or what `solution`, `completion` or the last of `messages` "
-        "ends in",
+        "column, dots select nested fields; else `answer`, or what `solution`, `completion` or the last of "
+        "`messages` ends in",
     )
     template: Literal["chat", "raw"] = field("chat", "the tokenizer's chat template; raw: contents joined")
     chat_template_kwargs: dict[str, Any] = field(

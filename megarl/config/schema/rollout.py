@@ -54,11 +54,11 @@ class TurnsConfig(Section):
         8192, "longest observation that the policy gets from one result; the rest is cut", "bytes", ge=16
     )
     calls: int = field(2, "processes for tools and environments of one engine", "processes", ge=1)
-    memory: int = field(2048, "data memory of a tool's process", "MiB", ge=128)
+    memory: int = field(2048, "data memory of one of these processes", "MiB", ge=128)
     sandbox: Sandbox = field(
         "strict",
-        "permissions of such a process: strict (read most files, write in its own temporary folder, start "
-        "programs), network (strict plus network access), off (all of the user's); docs/episodes.md",
+        "permissions of these processes: strict (read most files, write in their own temporary folder, "
+        "start programs), network (strict plus network access), off (all of the user's); docs/episodes.md",
     )
 
 
