@@ -19,7 +19,7 @@ from megarl.rollout.collector import GroupCollector
 from megarl.rollout.metrics import compute_step_metrics
 from megarl.rollout.sampling import SamplingParams, response_seed
 
-DrawPrompts = Callable[[int], Sequence[Prompt]]
+TakePrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
 PRIOR = 8  # finished responses credited to each engine, so that early speeds vary little
 
@@ -68,10 +68,10 @@ class Controller:
     With continuous batching, new prompts start while groups are missing. The rest is aborted
     and comes first in the next step.
 
-    draw: returns the next n prompts of the training data"""
+    take_prompts: returns the next n prompts of the training data"""
 
-    def __init__(self, config: Config, hub: m.Hub, ranks: int, draw: DrawPrompts) -> None:
-        self.config, self.hub, self.draw = config, hub, draw
+    def __init__(self, config: Config, hub: m.Hub, ranks: int, take_prompts: TakePrompts) -> None:
+        self.config, self.hub, self.take_prompts = config, hub, take_prompts
         self.continuous_batching = config.rollout.capabilities.continuous_batching
         self.ranks_per_engine = config.rollout.engine_tp
         self.engines = ranks // self.ranks_per_engine
@@ -132,7 +132,7 @@ class Controller:
         """Return requests for the next prompts, returned ones first. Repeated prompts get other seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
-            requests += [GroupRequest(prompt, ()) for prompt in self.draw(prompts - len(requests))]
+            requests += [GroupRequest(prompt, ()) for prompt in self.take_prompts(prompts - len(requests))]
         size = self.config.rollout.group_size
         for i, request in enumerate(requests):
             uid, seeds = request.prompt.uid, request.seeds

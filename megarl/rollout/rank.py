@@ -58,7 +58,7 @@ class RolloutRank:
     """One rank's part in rollouts.
 
     recover  restarts failed engines, see WeightSync; called on all ranks with engines
-    draw     returns the next n prompts of the training data; called on the first rank
+    take_prompts     returns the next n prompts of the training data; called on the first rank
     seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
     """
 
@@ -70,7 +70,7 @@ class RolloutRank:
         verifier: VerifierPool,
         tokenizer: Any,
         recover: Callable[[Failures], None] = raise_failure,
-        draw: Callable[[int], Sequence[Prompt]] = lambda n: (),
+        take_prompts: Callable[[int], Sequence[Prompt]] = lambda n: (),
     ) -> None:
         self.config, self.ranks, self.engine, self.tokenizer = config, ranks, engine, tokenizer
         self.worker = Worker(config, ranks.rank, ranks.world, engine, verifier, tokenizer, recover)
@@ -80,7 +80,7 @@ class RolloutRank:
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
             kind = WindowController if config.rollout.window is not None else Controller
-            self.controller = kind(config, hub, ranks.world, draw)
+            self.controller = kind(config, hub, ranks.world, take_prompts)
             self.address = hub.address
         self.address = broadcast_from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())

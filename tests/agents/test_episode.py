@@ -302,7 +302,7 @@ def drawn(
         engine,
         Right(),  # type: ignore[arg-type]
         AutoTokenizer.from_pretrained(folder),
-        draw=lambda n: [next(prompts) for _ in range(n)],
+        take_prompts=lambda n: [next(prompts) for _ in range(n)],
     )
     try:
         responses = rank.collect(1).samples
@@ -503,7 +503,8 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drawn(folder, "waits_for_something_else", Interrupted)
+        # The test's engine decodes within the loop, which a busy machine may take seconds for.
+        drawn(folder, "waits_for_something_else", Interrupted, turns={"hold": 600.0})
     gc.collect()
     assert not said and capfd.readouterr().err == ""
 

@@ -124,7 +124,7 @@ def run_ranks(
             engines[rank],
             verifier,
             tokenizer,
-            draw=lambda n: list(itertools.islice(endless, n)),
+            take_prompts=lambda n: list(itertools.islice(endless, n)),
         )
         try:
             results[rank] = act(rollouts) if act else [rollouts.collect(step) for step in range(steps)]

@@ -228,8 +228,8 @@ def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> No
         settings = {"prompts": 2, "group_size": 3, "max_response_tokens": 8, "continue_partial": True}
         rollout = {"engine": "sglang", **settings, "dynamic_sampling": dynamic}
         config = Config(recipe="dapo", run_dir="runs/x", steps=1, model={"path": folder}, rollout=rollout)
-        draw = lambda n: [next(left) for _ in range(n)]  # noqa: E731
-        rank = RolloutRank(config, runtime, engine, OddText(), tokenizer, draw=draw)
+        take = lambda n: [next(left) for _ in range(n)]  # noqa: E731
+        rank = RolloutRank(config, runtime, engine, OddText(), tokenizer, take_prompts=take)
         assert rank.controller is not None
         rank.load_state_dict(state or state_of(rank))
         before = rank.controller.returned

@@ -79,7 +79,7 @@ def draw(
 
         def make() -> RolloutRank:
             taken = lambda n: [next(left) for _ in range(n)]  # noqa: E731
-            return RolloutRank(config, runtimes[rank], engine, OddText(), world[1], draw=taken)
+            return RolloutRank(config, runtimes[rank], engine, OddText(), world[1], take_prompts=taken)
 
         made, found = make(), []
         for step in range(1, steps + 1):
