@@ -57,9 +57,9 @@ def raise_failure(failures: Failures) -> None:
 class RolloutRank:
     """One rank's part in rollouts.
 
-    recover  restarts failed engines, see WeightSync; called on all ranks with engines
-    take_prompts     returns the next n prompts of the training data; called on the first rank
-    seconds  of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
+    recover       restarts failed engines, see WeightSync; called on all ranks with engines
+    take_prompts  returns the next n prompts of the training data; called on the first rank
+    seconds       of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
     """
 
     def __init__(
