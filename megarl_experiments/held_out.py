@@ -96,9 +96,10 @@ def replace_seconds(curve: Curve, seconds: Mapping[str, float]) -> dict[str, Any
 
 
 def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[int, float]]]:
-    """Return the smallest total of `metric`, one of SPENT, over all runs, and row -> seed -> accuracy there.
+    """Return the smallest total of `metric` over all runs, and row -> seed -> accuracy there.
 
-    The accuracy is interpolated linearly between evaluations. Old curves without costs are left out."""
+    `metric` is one of SPENT. The accuracy is interpolated linearly between evaluations. Old curves without
+    costs are left out."""
     full = {row: [run for run in runs if "value_pretraining" in run] for row, runs in rows.items()}
     spent = {row: {run["seed"]: accumulate(run, metric) for run in runs} for row, runs in full.items()}
     least = min((points[-1] for runs in spent.values() for points, _ in runs.values()), default=0.0)

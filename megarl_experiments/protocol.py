@@ -191,8 +191,9 @@ def load_protocol(name: str) -> Protocol:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The result of a row. It has no p and no verdict until all seeds have run, so that nobody can stop at a
-    good moment."""
+    """The result of a row.
+
+    It has no p and no verdict until all seeds have run, so that nobody can stop at a good moment."""
 
     row: ProtocolRow
     seeds: range  # the protocol's

@@ -56,7 +56,7 @@ class Machine:
     rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
     flaws: tuple[str, ...] = ()  # of other packages, each with its remedy
     sandbox: tuple[str, ...] = ()  # its layers
-    held: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denies it
+    denied: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denies it
 
 
 class Ability(NamedTuple):
@@ -103,7 +103,7 @@ def look() -> Machine:
             gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
     except RuntimeError as error:
         problem = first_line(error)
-    layers, held = probe()
+    layers, denied = probe()
     modules = ("transformer_engine", "sglang", "nemo_run", "wandb", "tensorboard")
     return Machine(
         python=sys.version_info[:2],
@@ -121,7 +121,7 @@ def look() -> Machine:
         rates=matrix_rates(min(2, cores())),
         flaws=tuple(flaws(torch.version.cuda)),
         sandbox=tuple(layers),
-        held=held,
+        denied=denied,
     )
 
 
@@ -175,9 +175,9 @@ def abilities(machine: Machine) -> Iterator[Ability]:
             yield Ability(name, False, absent, f"pip install 'megarl[{extra}]'")
 
     layers = ", ".join(machine.sandbox) or "no namespaces, no Landlock, no seccomp"
-    for what, holds in machine.held.items():
-        name = f"a sandbox that keeps verifiers and tools from {what}"
-        yield Ability(name, holds, layers if holds else f"{layers} (docs/verifiers.md)")
+    for resource, is_denied in machine.denied.items():
+        name = f"a sandbox that keeps verifiers and tools from {resource}"
+        yield Ability(name, is_denied, layers if is_denied else f"{layers} (docs/verifiers.md)")
 
 
 def _demo(machine: Machine) -> Ability:

@@ -167,12 +167,12 @@ def test_this_machine(this_machine: tuple[Machine, str]) -> None:
 
 def test_the_sandbox_that_this_machine_has(this_machine: tuple[Machine, str]) -> None:
     """Each protection has its row, and one that does not hold says what there is instead."""
-    machine = replace(LAPTOP, sandbox=("seccomp",), held={"other files": False, "the network": True})
+    machine = replace(LAPTOP, sandbox=("seccomp",), denied={"other files": False, "the network": True})
     rows = {one.name: one for one in abilities(machine) if "sandbox" in one.name}
     files = rows["a sandbox that keeps verifiers and tools from other files"]
     assert not files.ready and files.note == "seccomp (docs/verifiers.md)"
     assert rows["a sandbox that keeps verifiers and tools from the network"].ready
-    assert set(this_machine[0].held) == {
+    assert set(this_machine[0].denied) == {
         "other processes",
         "other files",
         "the network",

@@ -1,5 +1,7 @@
-"""Every place of megarl that calls what only a GPU reaches has a row in docs/evidence/gpu_audit.md, every row
-is of such places and has a check, and what the rows name is there."""
+"""The table docs/evidence/gpu_audit.md is complete and up to date.
+
+Every call in megarl that only a GPU reaches has a row. Every row is of such calls, has a check, and names
+things that exist."""
 
 from __future__ import annotations
 

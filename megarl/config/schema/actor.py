@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
-from megarl.config.schema.section import Section, field, section
+from megarl.config.schema.section import Section, as_list, field, section
 
 # fmt: off
 LoraTarget = Literal[
@@ -80,10 +80,7 @@ class OptimizerConfig(Section):
     frozen_layers: int = field(0, "lowest layers that are not trained, whole", "layers", ge=0)
     lora: LoraConfig = section(LoraConfig)
 
-    @field_validator("frozen", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    _frozen_as_list = field_validator("frozen", mode="before")(as_list)
 
     @property
     def freezes(self) -> bool:

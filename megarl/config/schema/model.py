@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import field_validator
 
-from megarl.config.schema.section import Section, field, section
+from megarl.config.schema.section import Section, as_list, field, section
 
 
 class Fp8Config(Section):
@@ -78,7 +78,4 @@ class ModelConfig(Section):
         None, "longest prompt + response; null: the model's own", "tokens", ge=2
     )
 
-    @field_validator("recompute_modules", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    _modules_as_list = field_validator("recompute_modules", mode="before")(as_list)

@@ -47,6 +47,11 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield f"{prefix}{name}", info
 
 
+def as_list(value: Any) -> Any:
+    """Return the list of one string, for keys that accept either; anything else as it is."""
+    return [value] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     """Base of every section: refuses unknown keys, validates values, is immutable."""
 
