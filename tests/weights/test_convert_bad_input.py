@@ -62,7 +62,7 @@ K = "model.layers.1.self_attn.k_proj.weight"
             lambda f: change(f, lambda t: t.update({K: t[K].bfloat16()}), K),
             [K.replace("k_proj", "q_proj"), "bfloat16", "float32"],
         ),
-        (lambda f: change(f, lambda t: t.pop(K), K), ["index.json", K, "which does not have it"]),
+        (lambda f: change(f, lambda t: t.pop(K), K), ["index.json", K, "but that file does not have it"]),
         (lambda f: truncate(change(f, lambda t: None, K)), [".safetensors", "truncated"]),
         (lambda f: change(f, lambda t: None, K).unlink(), [".safetensors", "no such file"]),
     ],
