@@ -9,7 +9,7 @@ that was killed calls them again. docs/your_own_task.md has the rules.
 
 from __future__ import annotations
 
-from megarl.rewards.verdict import Judged, Verdict
+from megarl.rewards.verdict import GradedResponse, Verdict
 from megarl_verifier.answer import find_answer
 
 
@@ -22,6 +22,6 @@ def near(response: str, answer: str) -> Verdict:
     return Verdict(correct=distance == 0, extracted=str(int(found)), score=1 / (1 + distance))
 
 
-def brevity(response: Judged) -> float:
+def brevity(response: GradedResponse) -> float:
     """Return 1 for an empty response, 0 for one of `rollout.max_response_tokens` and for wrong ones."""
     return (1 - response.length / response.longest) * response.verdict.correct

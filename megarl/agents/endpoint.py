@@ -50,11 +50,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request without answer; `unjudged`: agent and policy have different conversations."""
+    """A request without answer; `ungraded`: agent and policy have different conversations."""
 
-    def __init__(self, text: str, code: str = "invalid_request", *, unjudged: bool = False) -> None:
+    def __init__(self, text: str, code: str = "invalid_request", *, ungraded: bool = False) -> None:
         super().__init__(text)
-        self.code, self.unjudged = code, unjudged
+        self.code, self.ungraded = code, ungraded
 
 
 def check_installed() -> None:
@@ -282,14 +282,14 @@ class Session:
         try:
             if self._answering.locked():
                 what = "this session is answering another request: a response is one conversation"
-                raise Refused(f"{what} (ask one after the other)", "concurrent", unjudged=True)
+                raise Refused(f"{what} (ask one after the other)", "concurrent", ungraded=True)
             async with self._answering:
                 try:
                     return await self._answer(body)
                 finally:
                     self.last_active = time.monotonic()
         except Refused as refused:
-            if refused.unjudged:
+            if refused.ungraded:
                 self._stop(RuntimeError(str(refused)))
             raise
         except EpisodeTruncated:
@@ -307,7 +307,7 @@ class Session:
         if self.chat is None:
             self.chat = self.endpoint.chat(tools)
         elif tools != self.chat.tools:
-            raise Refused("the tools are not those of this session's first request", unjudged=True)
+            raise Refused("the tools are not those of this session's first request", ungraded=True)
         chat = self.chat
         shown = self._tokenize_new(chat, messages)
         if shown:
@@ -358,21 +358,21 @@ class Session:
                 name = next(key for key in keys if was.get(key) != now.get(key))
                 differs = f"messages[{i}].{name} is {_short(now.get(name))}, and was {_short(was.get(name))}"
                 remedy = "history has to extend what was sampled (send it back as it was)"
-                raise Refused(f"{differs}: {remedy}", "history", unjudged=True)
+                raise Refused(f"{differs}: {remedy}", "history", ungraded=True)
         if len(messages) <= known:
             what = f"{len(messages)} messages do not extend this session's {known}"
-            raise Refused(f"{what} (send its history and new messages)", "history", unjudged=True)
+            raise Refused(f"{what} (send its history and new messages)", "history", ungraded=True)
         if messages[-1]["role"] == "assistant":
             raise Refused("the last message is the assistant's: the policy starts its turns itself")
         new, prompt = messages[known:], self.policy.prompt.tokens
         try:
             shown = chat.after(_rendered(new), self._last) if known else chat.first(_rendered(new))
         except ValueError as error:
-            raise Refused(str(error), unjudged=bool(known)) from error
+            raise Refused(str(error), ungraded=bool(known)) from error
         if not known:
             if shown[: len(prompt)] != tuple(prompt):
                 what = "the first messages do not start with the row's prompt"
-                raise Refused(f"{what} (send row['question'] as the first message)", unjudged=True)
+                raise Refused(f"{what} (send row['question'] as the first message)", ungraded=True)
             shown = shown[len(prompt) :]
         return shown
 

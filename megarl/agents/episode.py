@@ -274,11 +274,11 @@ class Policy:
             self.written.journal.append(entry)
             with self.wait_for(name):
                 result = await run()
-            entry += [result.value, result.error, result.judged]
+            entry += [result.value, result.error, result.graded]
         else:
             self.written.journal.append(entry)
-        _, _, value, error, judged = entry
-        if not judged:
+        _, _, value, error, graded = entry
+        if not graded:
             raise ToolUnavailable(f"{name}: {error}")
         if error is not None:
             raise ToolError(error)

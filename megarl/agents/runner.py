@@ -108,7 +108,7 @@ class AgentEpisode(Policy):
         _tasks.set(set())
         verdict = await self._run_graded()
         if not self.turns and not self.aborted:
-            if verdict is None or verdict.judged:
+            if verdict is None or verdict.graded:
                 verdict = self._ungraded("it ended, or had no room left, before the policy wrote anything")
             await self.give_up()
         return verdict
@@ -144,14 +144,14 @@ class AgentEpisode(Policy):
             raise
         left = await self._cancel_leftovers()
         verdict = None if result is None else as_verdict(result, "it")
-        if verdict is not None and not verdict.judged:
+        if verdict is not None and not verdict.graded:
             verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
         if left and not self.lenient:
             raise UnusableError(f"it returned before these tasks that it created had ended: {left}")
         return verdict
 
     def _ungraded(self, why: str) -> Verdict:
-        return Verdict(False, error=f"{self.key}: {why}", judged=False)
+        return Verdict(False, error=f"{self.key}: {why}", graded=False)
 
     async def _cancel_leftovers(self) -> str:
         """Cancel and return the tasks that the coroutine left running. Raises EngineError if one stays."""

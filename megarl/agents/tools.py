@@ -58,11 +58,11 @@ class Result(Generic[T]):
     """The outcome of a job.
 
     error   why there is no value; a tool's error is text that the policy may see
-    judged  False if neither the policy nor the called code caused the error"""
+    graded  False if neither the policy nor the called code caused the error"""
 
     value: T | None = None
     error: str | None = None
-    judged: bool = True
+    graded: bool = True
 
 
 class State(NamedTuple):
@@ -88,7 +88,7 @@ class ToolPool:
     environment        `module:Class`, constructed with `arguments`
 
     A job that exceeds limits or loses its process is retried in a new one; the second failure is the policy's
-    (`judged`), unless the process did not start. Jobs wait for a busy process with their environment."""
+    (`graded`), unless the process did not start. Jobs wait for a busy process with their environment."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class ToolPool:
         `seed` seeds `random` and numpy's generator. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
-        return Result(answer.get("value"), answer.get("error"), answer.get("judged", True))
+        return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
 
     async def step(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
@@ -159,7 +159,7 @@ class ToolPool:
         key: the episode's number. state: from an earlier answer, if no process has the environment."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
-            return Result(None, answer["error"], answer.get("judged", True))
+            return Result(None, answer["error"], answer.get("graded", True))
         observation, reward, done, after = answer["value"]
         return Result(Answer(observation, reward, done, after and State(*after)))
 
@@ -169,9 +169,9 @@ class ToolPool:
         """Grade the environment, and discard it. A failure is a verdict with an error."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
-            return Verdict(False, error=answer["error"], judged=answer.get("judged", True))
-        correct, extracted, error, score, judged = answer["value"]
-        return Verdict(correct, extracted, error, score, judged=judged)
+            return Verdict(False, error=answer["error"], graded=answer.get("graded", True))
+        correct, extracted, error, score, graded = answer["value"]
+        return Verdict(correct, extracted, error, score, graded=graded)
 
     def forget(self, key: int) -> None:
         """Discard an environment: it may hold a session at a server."""
@@ -271,7 +271,7 @@ class ToolPool:
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
                 if answer.get("killed"):  # for the second time: the job caused it
-                    answer["judged"] = True
+                    answer["graded"] = True
             return answer
         except BaseException:
             if (process := slots[slot]) is not None:
@@ -286,7 +286,7 @@ class ToolPool:
         """`lost` in the answer: the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
-            return {"error": process, "judged": False}
+            return {"error": process, "graded": False}
         if not job.wanted:
             return {}
         if job.key is not None:
@@ -303,14 +303,14 @@ class ToolPool:
         except TimeoutError:
             await process.finish()
             what = f"{job.what} was not ready within" if importing else "timeout after"
-            return {"error": f"{what} {limit:g} s", "judged": not importing, "lost": True}
+            return {"error": f"{what} {limit:g} s", "graded": not importing, "lost": True}
         except EOFError:
             how = await process.finish()
             error = f"{'tool' if job.key is None else 'environment'} died ({how})"
-            return {"error": error, "judged": how not in FROM_OUTSIDE, "lost": True, "killed": True}
+            return {"error": error, "graded": how not in FROM_OUTSIDE, "lost": True, "killed": True}
         except ValueError:  # user code wrote to the pipe
             await process.finish()
-            return {"error": "its process answered no JSON", "judged": False, "lost": True, "killed": True}
+            return {"error": "its process answered no JSON", "graded": False, "lost": True, "killed": True}
         if "lost" in answer:
             await process.finish()
         elif not answer.get("kept"):
@@ -366,7 +366,7 @@ class _JobHandler:
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Yield None when a new time limit starts, and at the end the answer, except for "forget".
 
-        Its keys: `value` or `error`; `judged`; `lost` if this process must not be used again; `kept` if it
+        Its keys: `value` or `error`; `graded`; `lost` if this process must not be used again; `kept` if it
         has the environment."""
         if "forget" in job:
             self.environments.pop(job["forget"], None)
@@ -382,7 +382,7 @@ class _JobHandler:
                 assert self.environment is not None
                 make = partial(import_environment(self.environment), **self.arguments)
         except ConfigError as error:
-            yield {"error": str(error), "judged": False}
+            yield {"error": str(error), "graded": False}
             return
         yield None
         where = "" if is_tool else f"{self.environment}: "
@@ -395,20 +395,20 @@ class _JobHandler:
                 yield from self._run_environment(make, **job)
         except ServerError as error:
             text = format_observation(str(error), self.observation_bytes)
-            yield {"error": text, "judged": False, "lost": True} if error.gone else {"error": text}
+            yield {"error": text, "graded": False, "lost": True} if error.gone else {"error": text}
         except MemoryError:  # perhaps earlier jobs' fault
             self.environments.clear()
             yield {"error": f"{where}it ran out of memory", "lost": True}
         except RecursionError:
             yield {"error": f"{where}it ran out of stack"}
         except UnusableError as error:
-            yield {"error": f"{where}{error}", "judged": False}
+            yield {"error": f"{where}{error}", "graded": False}
         except (Exception, SystemExit) as error:  # noqa: BLE001 (recorded as the answer)
             text = describe_error(error)
             if is_tool:
                 yield {"error": format_observation(text, self.observation_bytes)}
             else:
-                yield {"error": f"{where}{text}".split("\n")[0][:MAX_TEXT], "judged": False}
+                yield {"error": f"{where}{text}".split("\n")[0][:MAX_TEXT], "graded": False}
 
     def _run_environment(
         self,
@@ -432,7 +432,7 @@ class _JobHandler:
         if method == "verdict":
             yield None
             v = live.verdict()
-            yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.judged]}
+            yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.graded]}
             return
         self.environments[key] = live
         if len(self.environments) > _MAX_ENVIRONMENTS:

@@ -204,7 +204,7 @@ KeptShare = Annotated[
     ),
 ]
 BalanceOption = Annotated[
-    Literal["stretches", "queue", "longest"] | None,
+    Literal["equal", "queue", "longest"] | None,
     Option(help="with --simulate: how requests are divided among engines; default: queue"),
 ]
 

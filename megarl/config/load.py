@@ -44,7 +44,10 @@ ENTRY_SECTIONS = (  # sections that are entries of a list or have names chosen b
     (r"data\.eval\[\d+\]", EvaluationSet),
     (r"data\.(train|eval)\[\d+\]\.gym", GymConfig),
 )
-RENAMED = {"watchdog.limits.divide": "watchdog.limits.distribute"}  # in 0.2; the old name goes in 0.3
+RENAMED = {  # old key -> new; the old one is refused two minor versions later
+    "watchdog.limits.divide": "watchdog.limits.distribute",  # 0.2
+    "reward.max_unjudged": "reward.max_ungraded",  # 0.3
+}
 
 
 class Layer(NamedTuple):

@@ -215,7 +215,7 @@ COLUMNS: tuple[Columns, ...] = (
         "rollout",
         writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
         # continued responses, turn rewards, recorded experts, windows
-        may_write="token_versions turn_rewards routing begun unfinished",
+        may_write="token_versions turn_rewards routing prefix_tokens unfinished",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
     Columns(
@@ -300,7 +300,7 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("supervised_update", reads="tokens nll_loss_weights"),
     Columns(
         "distribute old_logprobs gae_advantages teacher_advantages critic_update",
-        reads="begun unfinished",
+        reads="prefix_tokens unfinished",
         when=lambda c: c.rollout.window is not None,
         stages=RL,
     ),

@@ -177,11 +177,11 @@ class TrainBatch:
     def sampled_mask(self) -> Tensor:
         """Tokens that this step sampled, bool [T].
 
-        The optional column `begun` [n] counts the tokens that earlier steps sampled (`rollout.window`)."""
-        if "begun" not in self:
+        The optional column `prefix_tokens` [n] counts tokens of earlier steps (`rollout.window`)."""
+        if "prefix_tokens" not in self:
             return self.response_mask
         so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
-        before = so_far[self.cu_seqlens[:-1]] + self["begun"]
+        before = so_far[self.cu_seqlens[:-1]] + self["prefix_tokens"]
         return self.response_mask & (so_far[1:] > torch.repeat_interleave(before, self.lengths))
 
     @property
@@ -194,7 +194,11 @@ class TrainBatch:
     @property
     def sampled_lengths(self) -> Tensor:
         """Sampled tokens of this step, int64 [n]."""
-        return self.response_lengths - self["begun"] if "begun" in self else self.response_lengths
+        return (
+            self.response_lengths - self["prefix_tokens"]
+            if "prefix_tokens" in self
+            else self.response_lengths
+        )
 
     @property
     def micro_batches(self) -> list[MicroBatch]:

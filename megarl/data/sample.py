@@ -107,7 +107,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     owner             rank whose engine generated it, counted among ranks with engines
     num_sampled       tokens that the policy sampled
     finish_reason     "stop", "length", or "window" (continues in the next step)
-    correct           as in Verdict; likewise extracted, error, score, terms and judged
+    correct           as in Verdict; likewise extracted, error, score, terms and graded
     reward            input of the advantages: score, reward terms and overlong penalty combined
     overlong_penalty  soft overlong punishment, <= 0
     reflects          whether its text has one of `log.reflection_words`; None: no words configured
@@ -128,7 +128,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     overlong_penalty: float = 0.0
     score: float | None = None
     terms: dict[str, float] = msgspec.field(default_factory=dict)
-    judged: bool = True
+    graded: bool = True
     reflects: bool | None = None
     oldest_version: int | None = None
     experts_format: tuple[str, tuple[int, ...]] | None = None
@@ -194,8 +194,8 @@ class SampleGroup:
     @property
     def counted(self) -> list[Sample]:
         """Return the graded samples to train on: none if just one of several, which lacks a comparison."""
-        judged = [sample for sample in self.samples if sample.judged]
-        return judged if len(judged) > 1 or len(self.samples) == 1 else []
+        graded = [sample for sample in self.samples if sample.graded]
+        return graded if len(graded) > 1 or len(self.samples) == 1 else []
 
     @property
     def num_correct(self) -> int:

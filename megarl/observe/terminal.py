@@ -137,9 +137,9 @@ def format_evaluation(record: Mapping[str, Any]) -> str:
         remark = f"k {k}, " if k and (prefix == "eval" or k != common) else ""
         text = "  ".join(f"{format_number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
         problems = record.get(f"{prefix}/problems")
-        left_out = record.get(f"{prefix}/unjudged")
-        unjudged = f", {left_out} unjudged" if left_out else ""
-        return f"{text}  ({remark}{problems} problems{unjudged})" if problems is not None else text
+        left_out = record.get(f"{prefix}/ungraded")
+        ungraded = f", {left_out} ungraded" if left_out else ""
+        return f"{text}  ({remark}{problems} problems{ungraded})" if problems is not None else text
 
     sources = list_evaluated_sources(record)
     width = max(map(len, sources), default=0)

@@ -111,10 +111,10 @@ def check_nodes(
             found.append(problem)
         facts = {"name": place.name, "problems": found, "versions": dict(versions)}
         store.set(f"facts/{place.node}", json.dumps(facts))
-        judged = _judge_nodes(store, place, clock) if first else []
+        all_problems = _check_nodes(store, place, clock) if first else []
         if not first and store.wait(f"ask/{place.node}", place.limit * 2):
             store.set(f"clock/{place.node}", repr(clock()))
-        findings = _share(store, place, "facts", Findings(judged, []))
+        findings = _share(store, place, "facts", Findings(all_problems, []))
         if findings.problems:
             return findings
         if place.nodes == 1:
@@ -173,7 +173,7 @@ def _host_problems(needs: NodeNeeds) -> list[str]:
     return problems
 
 
-def _judge_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
+def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
     """Return, on the first node, lines about silent, unsound and different nodes."""
     deadline = time.monotonic() + place.limit
     facts, unseen = {}, dict[int, str]()
@@ -296,7 +296,7 @@ def _try_network(
     except (dist.DistError, RuntimeError) as error:
         signed.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
     timer.cancel()
-    findings = _judge_network(signed, place, backend, bandwidth) if place.node == 0 else Findings([], [])
+    findings = _check_network(signed, place, backend, bandwidth) if place.node == 0 else Findings([], [])
     return _share(signed, place, "network", findings)
 
 
@@ -313,7 +313,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     return min(taken[1:])
 
 
-def _judge_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
+def _check_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
     """Return, on the first node, lost, failed and slow nodes. least: GB/s."""
     speeds, problems = {}, []
     for node in range(place.nodes):

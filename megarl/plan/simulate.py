@@ -40,7 +40,7 @@ BATCHES, WARM_UP = 6, 3  # simulated steps, and how many are not measured
 RECORDED_STEPS = 20  # last steps whose rollouts are read
 ACTOR_UPDATE = "actor_update"
 
-Balance = Literal["stretches", "queue", "longest"]
+Balance = Literal["equal", "queue", "longest"]
 SampleLengths = Callable[[random.Random, int], Sequence[float]]
 
 
@@ -70,7 +70,7 @@ class RolloutWork:
     kept_share      share of groups that dynamic sampling keeps
     streams         continuous batching: missing groups are submitted at any time
     oversample      groups of the first submission / groups needed
-    balance         `stretches`: each engine keeps an equal part of the requests.
+    balance         `equal`: each engine keeps an equal part of the requests.
                     `queue`: an engine with room takes another one's waiting requests.
                     `longest`: as `queue`, and the longest expected requests start first.
     window          tokens of a response that one step generates; 0: all
@@ -218,7 +218,7 @@ class _RolloutSimulation:
         """Start what the engine has room for, its own requests first."""
         engine, balance = self.engines[number], self.work.balance
         engine.start_waiting()
-        while balance != "stretches" and len(engine.running) < self.costs.at_once:
+        while balance != "equal" and len(engine.running) < self.costs.at_once:
             loaded = max(self.engines, key=lambda other: len(other.waiting))
             if not loaded.waiting:
                 break

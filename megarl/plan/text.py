@@ -37,9 +37,9 @@ COLUMNS = (
 # Layouts within this factor of the quickest are called as good: the estimate is not more precise.
 CLOSE = 1.02
 BALANCE = {
-    "stretches": "requests stay with the engine that they were given to",
-    "queue": "requests that have not begun move to engines that have room",
-    "longest": "the longest expected are begun first, where there is room",
+    "equal": "requests stay with the engine that they were given to",
+    "queue": "requests that have not started move to engines that have room",
+    "longest": "the longest expected start first, where there is room",
 }
 SHOWN = 8
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import VerifierPool
-    from megarl.rewards.verdict import Judged, Verdict, Verifier, get_verifier
+    from megarl.rewards.verdict import GradedResponse, Verdict, Verifier, get_verifier
 
-__all__ = ["Judged", "Verdict", "Verifier", "VerifierPool", "get_verifier"]
+__all__ = ["GradedResponse", "Verdict", "Verifier", "VerifierPool", "get_verifier"]
 
 
 def __getattr__(name: str) -> Any:

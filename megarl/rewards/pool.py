@@ -20,7 +20,7 @@ from megarl.config.errors import ConfigError, WaitTimeout
 from megarl.rewards.process import FAILED_STARTS, START_LIMIT, LimitedProcess, serve
 from megarl.rewards.sandbox import CALCULATE, STRICT, Supervised
 from megarl.rewards.verdict import (
-    Judged,
+    GradedResponse,
     Reference,
     Term,
     UnusableError,
@@ -42,7 +42,7 @@ _MAX_BATCH = 64
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
 _BUSY = 0.5  # share of the limit in CPU time from which a time-out is the answer's fault
 
-# Response text and reference; for reward terms also `length`, `longest` and `truncated` of `Judged`.
+# Response text and reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
 
 
@@ -87,7 +87,7 @@ class VerifierPool:
         self._sandbox = CALCULATE if ours else sandbox
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
-        self._has_judged = False
+        self._has_graded = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> VerifierPool:
@@ -156,7 +156,7 @@ class VerifierPool:
                     try:
                         worker = await self._start(slot)
                     except (WaitTimeout, ConfigError) as problem:
-                        if not self._has_judged:
+                        if not self._has_graded:
                             raise
                         failed.append(problem)
                         return
@@ -176,14 +176,14 @@ class VerifierPool:
                         todo.extendleft(reversed(worker.batch))
                         worker.batch.clear()
                     else:
-                        self._has_judged = True
+                        self._has_graded = True
                         verdicts[worker.batch.popleft()] = verdict
 
         slots = range(min(workers, len(items)))
         while todo and len(failed) < len(slots):
             await asyncio.gather(*(grade_batches(slot) for slot in slots))
         for item in todo:
-            verdicts[item] = Verdict(False, error=str(failed[-1]), judged=False)
+            verdicts[item] = Verdict(False, error=str(failed[-1]), graded=False)
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
@@ -200,7 +200,7 @@ class VerifierPool:
                     reason = f"{worker.end()}; {worker.last_line}"
                 self._failed_starts += 1
                 if isinstance(error, TimeoutError) and (
-                    not self._has_judged or self._failed_starts >= FAILED_STARTS
+                    not self._has_graded or self._failed_starts >= FAILED_STARTS
                 ):
                     late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
                     raise WaitTimeout(f"reward.verifier: {late}") from None
@@ -239,7 +239,7 @@ def _read_verdict(message: Any) -> Verdict:
     return verdict
 
 
-def judge(
+def grade(
     verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
 ) -> Verdict:
     """Grade a response, and compute the terms if `size` (length, longest, truncated) is given.
@@ -256,18 +256,18 @@ def judge(
         if not size or verdict.error is not None:
             return verdict
         length, longest, truncated = size
-        judged, values = Judged(response, answer, length, longest, truncated, verdict), {}
+        graded, values = GradedResponse(response, answer, length, longest, truncated, verdict), {}
         for name, term in terms.items():
             at = f"reward.terms.{name}: "
-            values[name] = finite(term(judged), "it returned", "not a number")
+            values[name] = finite(term(graded), "it returned", "not a number")
         return replace(verdict, terms=values)
     except (MemoryError, RecursionError) as error:
         what = "memory" if isinstance(error, MemoryError) else "stack"
         return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of {what}")
     except UnusableError as problem:
-        return Verdict(False, error=f"{at}{problem}", judged=False)
+        return Verdict(False, error=f"{at}{problem}", graded=False)
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
-        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], judged=False)
+        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], graded=False)
 
 
 def _load_functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
@@ -288,8 +288,8 @@ def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]
         for response, reference, *size in batch:
             if isinstance(reference, list):
                 reference = Reference(*reference)
-            verdict = judge(verifier, terms, response, reference, *size)
+            verdict = grade(verifier, terms, response, reference, *size)
             texts = short(verdict.extracted), short(verdict.error)
-            yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.judged]
+            yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.graded]
 
     return verdicts

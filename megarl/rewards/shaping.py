@@ -6,7 +6,7 @@ import math
 import re
 
 from megarl.config.plugins import plugin
-from megarl.rewards.verdict import Judged
+from megarl.rewards.verdict import GradedResponse
 
 THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
 
@@ -22,7 +22,7 @@ def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float
 
 
 def cosine_length(
-    response: Judged,
+    response: GradedResponse,
     correct_short: float = 2.0,
     correct_long: float = 1.0,
     wrong_short: float = -10.0,
@@ -40,14 +40,14 @@ def cosine_length(
     return long + (short - long) * (1 + math.cos(math.pi * response.length / response.longest)) / 2
 
 
-def matches(response: Judged, pattern: str = THINK_ANSWER) -> float:
+def matches(response: GradedResponse, pattern: str = THINK_ANSWER) -> float:
     """Return 1 if the regular expression is found, else 0; `.` also matches line ends.
 
     The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
     return float(re.search(pattern, response.text, re.DOTALL) is not None)
 
 
-def boxed_or_answer_line(response: Judged) -> float:
+def boxed_or_answer_line(response: GradedResponse) -> float:
     r"""Return 1 if there is an answer that verifiers can find (`Answer: ...` or `\\boxed{...}`), else 0."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))

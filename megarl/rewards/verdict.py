@@ -27,7 +27,7 @@ class Verdict:
     correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
     extracted  the normalised final answer, for majority voting; None if there is none
     error      why grading failed, else None
-    judged     False: grading failed for a reason that the answer cannot cause, so the response counts
+    graded     False: grading failed for a reason that the answer cannot cause, so the response counts
                nowhere (docs/verifiers.md). True with an error: the answer caused the failure, and is wrong
     score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
                one; None: decided by `correct`
@@ -38,7 +38,7 @@ class Verdict:
     error: str | None = None
     score: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict, hash=False)
-    judged: bool = True
+    graded: bool = True
 
     def reward(self, correct: float, incorrect: float) -> float:
         """Return (1 - score) incorrect + score correct, which is exact at 0 and 1."""
@@ -62,7 +62,7 @@ Verifier = Callable[[str, str], bool | float | tuple[bool, str | None] | Verdict
 
 
 @dataclass(frozen=True)
-class Judged:
+class GradedResponse:
     """A graded response, as a reward term receives it.
 
     answer   the reference answer
@@ -99,7 +99,7 @@ def as_verdict(result: object, who: str) -> Verdict:
     if not isinstance(result, Verdict):
         score = finite(result, f"{who} returned", "not bool, number, (right, answer) or Verdict")
         return Verdict(score >= 1, score=score)
-    verdict = Verdict(bool(result.correct), result.extracted, result.error, judged=bool(result.judged))
+    verdict = Verdict(bool(result.correct), result.extracted, result.error, graded=bool(result.graded))
     if result.score is None:
         return verdict
     return replace(verdict, score=finite(result.score, f"{who} returned a score:", "not a number"))
@@ -135,7 +135,7 @@ def _is_numpy_bool(value: Any) -> bool:
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
-Term = Callable[[Judged], float]  # other arguments are bound
+Term = Callable[[GradedResponse], float]  # other arguments are bound
 
 
 def verifier_path(name: str) -> str:

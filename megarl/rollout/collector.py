@@ -95,7 +95,7 @@ class GroupCollector:
         count, responses = len(self.offered), [r for group in self.offered for r in group.samples]
         errors = sorted(r.error for r in responses if r.error is not None)
         first = errors[0] if errors else "no error is known"
-        if responses and not any(r.judged for r in responses):
+        if responses and not any(r.graded for r in responses):
             if first.startswith(("rollout.", "reward.")):
                 raise ConfigError(f"{first} (and no response to {count} prompts was graded)")
             raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
@@ -153,7 +153,7 @@ def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) 
     """
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
-    counted = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.judged}
+    counted = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.graded}
     counts = torch.tensor([id(sample) in counted for sample in samples])
     prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in groups]
     prompt_lengths = torch.tensor([prompts[g].size for g in group_ids])
@@ -185,7 +185,7 @@ def _sample_columns(
     group_ids       int64, position of the sample's group in `groups`; a separate one if it does not count
     policy_version  int64, version of its oldest token
     response_index  int64, position in its group
-    begun           int64, tokens that earlier steps sampled; only with `rollout.window`
+    prefix_tokens   int64, tokens that earlier steps sampled; only with `rollout.window`
     unfinished      bool; only with `rollout.window`
     """
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
@@ -204,7 +204,7 @@ def _sample_columns(
         "response_index": torch.tensor(indices, dtype=torch.int64),
     }
     if any(sample.prefix_tokens or sample.is_partial for sample in samples):
-        columns["begun"] = torch.tensor([sample.prefix_tokens for sample in samples]) * counts
+        columns["prefix_tokens"] = torch.tensor([sample.prefix_tokens for sample in samples]) * counts
         columns["unfinished"] = torch.tensor([sample.is_partial for sample in samples])
     return columns
 

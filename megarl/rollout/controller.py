@@ -114,7 +114,7 @@ class Controller:
         groups, self.surplus = collector.result()
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
         counted = collector.offered or groups
-        metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_unjudged)
+        metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_ungraded)
         return groups, stats | metrics, error_counts
 
     def _offer_groups(self, collector: GroupCollector) -> None:

@@ -97,7 +97,7 @@ class Grader:
         graded, verdicts = iter(self.verifier.verify(items)), []
         for (_, _, own), _ in finished:
             verdict = own if own is not None and not with_terms else next(graded)
-            if own is not None and (verdict.error is None or own.error is not None or not own.judged):
+            if own is not None and (verdict.error is None or own.error is not None or not own.graded):
                 verdict = replace(own, terms=verdict.terms)
             verdicts.append(verdict)
         return verdicts
@@ -110,7 +110,7 @@ class Grader:
         total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
         if sample.data is not None and sample.data.turn_rewards is not None:
             total += math.fsum(sample.data.turn_rewards)
-        sample.correct, sample.judged, sample.score = verdict.correct, verdict.judged, verdict.score
+        sample.correct, sample.graded, sample.score = verdict.correct, verdict.graded, verdict.score
         sample.extracted, sample.error = short(verdict.extracted), short(verdict.error)
         sample.terms, sample.overlong_penalty, sample.reward = dict(verdict.terms), penalty, total
 

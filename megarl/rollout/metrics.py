@@ -15,21 +15,21 @@ from megarl.observe.run_log import SampleRecord, choose_samples
 
 
 def compute_step_metrics(
-    groups: Sequence[SampleGroup], max_unjudged: float
+    groups: Sequence[SampleGroup], max_ungraded: float
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return the metrics of the finished responses of groups, and how often each error occurred.
 
-    Raises ConfigError if more than the share `max_unjudged` of them was not graded."""
+    Raises ConfigError if more than the share `max_ungraded` of them was not graded."""
     finished = [
         replace(group, samples=finished_samples)
         for group in groups
         if (finished_samples := [sample for sample in group.samples if not sample.is_partial])
     ]
     responses = [r for group in finished for r in group.samples]
-    ungraded = [r.error for r in responses if not r.judged]
-    if len(ungraded) > max_unjudged * len(responses):
+    ungraded = [r.error for r in responses if not r.graded]
+    if len(ungraded) > max_ungraded * len(responses):
         share = f"{len(ungraded)} of {len(responses)} responses of a step were not graded"
-        raise ConfigError(f"reward.max_unjudged: {share}, more than {max_unjudged:g} of them: {ungraded[0]}")
+        raise ConfigError(f"reward.max_ungraded: {share}, more than {max_ungraded:g} of them: {ungraded[0]}")
     stats = response_stats(responses) if responses else {}
     error_counts = Counter(r.error for r in responses if r.error is not None)
     return stats | length_error(finished) | source_stats(finished), dict(error_counts)
@@ -38,13 +38,14 @@ def compute_step_metrics(
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of `responses`, at least one.
 
-    All but reward/unverified (the verifier had an error) and reward/unjudged (not graded) count the graded
+    All but reward/unverified (the verifier had an error) and reward/ungraded (not graded) count the graded
     responses; a mean over none is left out. response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
-        "reward/unjudged": sum(not r.judged for r in responses) / len(responses),
+        "reward/ungraded": sum(not r.graded for r in responses) / len(responses),
+        "reward/unjudged": sum(not r.graded for r in responses) / len(responses),  # its old name, until 0.4
     }
-    responses = [r for r in responses if r.judged]
+    responses = [r for r in responses if r.graded]
     if not responses:
         return failures
     lengths, count = [r.num_sampled for r in responses], len(responses)
@@ -82,7 +83,7 @@ def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return response/length_error: the standard error of response/length_mean, in tokens.
 
     Responses to one prompt are correlated, so prompts are the independent units."""
-    by_prompt = [[r.num_sampled for r in group.samples if r.judged] for group in groups]
+    by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]
     by_prompt = [lengths for lengths in by_prompt if lengths]
     prompts, count = len(by_prompt), sum(map(len, by_prompt))
     if prompts < 2:

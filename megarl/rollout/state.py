@@ -26,7 +26,7 @@ SAMPLE_KEYS = {
     "overlong_penalty": "penalty",
     "score": "score",
     "terms": "terms",
-    "judged": "judged",
+    "graded": "judged",
     "reflects": "reflects",
     "turns": "turns",
     "calls": "calls",

@@ -43,5 +43,5 @@ class WindowController(Controller):
             "rollout/moved": self.dispatcher.rebalanced,
         }
         self.returned += rest
-        metrics, error_counts = compute_step_metrics(groups, config.reward.max_unjudged)
+        metrics, error_counts = compute_step_metrics(groups, config.reward.max_ungraded)
         return groups, stats | metrics, error_counts

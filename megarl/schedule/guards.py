@@ -67,7 +67,7 @@ class Guards:
             self.unverified = self.unverified + 1 if share == 1 else 0
         frequent = max(errors, key=lambda error: errors[error], default="see the steps before")
         if share != 1:
-            ungraded = metrics.get("reward/unjudged", 0.0)
+            ungraded = metrics.get("reward/ungraded", 0.0)
             left_out = f"{ungraded:.1%} of the responses could not be graded and are left out"
             return [f"{left_out}; the most frequent failure: {frequent}"] if ungraded else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"

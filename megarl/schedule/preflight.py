@@ -290,7 +290,7 @@ def check_verifier(
         made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
         if problem.startswith("reward.terms."):
             key, _, what = problem.partition(": ")
-            called = "it is called with a megarl.rewards.Judged and its arguments, and must return a number"
+            called = "called with a megarl.rewards.GradedResponse and its arguments, it must return a number"
             raise ConfigError(f"{key}: fails on {made_up}: {what} ({called})")
         if gym is not None:
             task = json.loads(gym.entry)["task"]

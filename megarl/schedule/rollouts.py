@@ -156,6 +156,8 @@ def read_rollout(
         own = own.select(own["row"].argsort())
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
         columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        if "begun" in columns:
+            columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
         columns |= {"length": own.lengths, "response_length": own.response_lengths}
         read = columns, own.select([])
     all_ranks = gather_objects(ranks, (problem, read), tuple[DataError | None, ReadRows | None])

@@ -27,12 +27,12 @@ class Scores:
         return numbers.pop() if len(numbers) == 1 else None
 
     @property
-    def judged(self) -> list[SampleGroup]:
-        return [group for group in self.groups if all(r.judged for r in group.samples)]
+    def graded(self) -> list[SampleGroup]:
+        return [group for group in self.groups if all(r.graded for r in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
         rows = []
-        for group in self.judged:
+        for group in self.graded:
             answers, correct = group.samples, [r.correct for r in group.samples]
             k = len(answers)
             first = Counter(r.extracted for r in answers if r.extracted is not None).most_common(1)
@@ -58,20 +58,21 @@ class Scores:
         return rows
 
     def means(self, prefix: str) -> dict[str, float]:
-        table, answers = self.table(), [answer for group in self.judged for answer in group.samples]
-        unjudged: dict[str, float] = {
-            f"{prefix}/unjudged": len(self.groups) - len(table),
+        table, answers = self.table(), [answer for group in self.graded for answer in group.samples]
+        ungraded: dict[str, float] = {
+            f"{prefix}/ungraded": len(self.groups) - len(table),
+            f"{prefix}/unjudged": len(self.groups) - len(table),  # its old name, until 0.4
             f"{prefix}/problems": len(table),
         }
         if not table:
-            return unjudged
+            return ungraded
         means = {
             f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
             for name in ("avg", *(("pass", "majority") if self.k else ()), "length_mean", "truncated")
         }
         if any(answer.score is not None for answer in answers):
             means[f"{prefix}/score"] = mean_score(answers)
-        return {**means, **unjudged}
+        return {**means, **ungraded}
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
@@ -93,7 +94,7 @@ class Scores:
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.
 
-        unverified: the verifier failed; unjudged: such answers that are left out instead of wrong"""
+        unverified: the verifier failed; ungraded: such answers that are left out instead of wrong"""
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),
@@ -101,7 +102,7 @@ class Scores:
             "without_answer": sum(answer.extracted is None for answer in answers),
             "truncated": sum(answer.is_truncated for answer in answers),
             "unverified": sum(answer.error is not None for answer in answers),
-            "unjudged": sum(not answer.judged for answer in answers),
+            "ungraded": sum(not answer.graded for answer in answers),
         }
 
 
@@ -158,6 +159,6 @@ class EvaluationResult:
                     "score": r.score,
                     "truncated": r.is_truncated,
                     "error": r.error,
-                    "judged": r.judged,
+                    "graded": r.graded,
                     "length": r.num_sampled,
                 }

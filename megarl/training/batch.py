@@ -49,7 +49,7 @@ def make_train_batch(
     rows = batch.rows
     for name, of_responses in loss_weights(rollout, ids, critic_ids, config).items():
         batch[name] = batch.spread(of_responses[rows])
-    if "begun" in rollout:
+    if "prefix_tokens" in rollout:
         batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
     every = torch.ones(rollout.num_sequences, dtype=torch.bool)
     ended = ~rollout["unfinished"] if "unfinished" in rollout else every
@@ -219,7 +219,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
     lengths = rollout.response_lengths
-    drawn = lengths - rollout["begun"] if "begun" in rollout else lengths
+    drawn = lengths - rollout["prefix_tokens"] if "prefix_tokens" in rollout else lengths
     valued = lengths.clamp(max=1) if config.has_prompt_critic else lengths
     ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
     of_critics = critic_ids * config.critic.count + critic_numbers(rollout, config)

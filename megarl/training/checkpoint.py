@@ -68,7 +68,7 @@ FREE = (
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket", "rollout.fingerprint", "rollout.engine_tp"),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
-    *("reward.max_unjudged", "reward.sandbox", "rollout.turns.sandbox"),
+    *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 # Except this key: in bf16 the sum of the micro-batches' gradients differs.

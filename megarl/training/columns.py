@@ -228,7 +228,7 @@ def mismatch(
     Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
     earlier windows of partial rollouts."""
     engine, sampled_now = batch["engine_logprobs"], batch.sampled_mask
-    if "begun" not in batch:  # tokens of each response that earlier steps sampled
+    if "prefix_tokens" not in batch:  # tokens of each response that earlier steps sampled
         sampled_now = sampled_now & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, sampled_now)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))

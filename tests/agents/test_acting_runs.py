@@ -117,7 +117,7 @@ def run(
         "data": {"train": [sums], "eval": [sums], "max_prompt_tokens": 1024},
         "evaluation": {"samples": 1, "max_problems": 4},
         "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
-        "reward": {"max_unjudged": 0.9},
+        "reward": {"max_ungraded": 0.9},
         "rollout": {"prompts": 4, "group_size": 4, "max_response_tokens": 24, "stop": ["<|im_end|>"],
                     "turns": {"max_tokens": 400}, **rollout},
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
         "rollout.agent: it returned before these tasks that it created had ended; they are cancelled: log ("
     )
     assert said.count(left) == 1 == said.count("talker.py:"), said
-    assert 0 < records[0]["reward/unjudged"] + records[1]["reward/unjudged"] < 2
+    assert 0 < records[0]["reward/ungraded"] + records[1]["reward/ungraded"] < 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Episodes that do what they should not: the response is not judged, and the rollout goes on."""
+"""Episodes that do what they should not: the response is not graded, and the rollout goes on."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
     return float(policy.seed % 1_000_003)
 
 
-async def is_judged_late(prompt: Prompt, policy: Policy) -> float:
-    """The first two prompts are judged together; what is judged behind them takes long."""
+async def is_graded_late(prompt: Prompt, policy: Policy) -> float:
+    """The first two prompts are graded together; what is graded behind them takes long."""
     await policy.generate()
     if prompt.uid < 2:
         await TOGETHER[0].wait()
@@ -256,7 +256,7 @@ class Broken:
         return True
 
 
-class Unjudged(Broken):
+class Ungraded(Broken):
     def step(self, text):
         return "", 0.0, True
 
@@ -285,11 +285,11 @@ def drawn(
     turns: dict[str, Any] | None = None,
     **sections: Any,
 ) -> list[Any]:
-    """The responses of a step, all of which may be unjudged."""
+    """The responses of a step, all of which may be ungraded."""
     rollout = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "turns": turns or {}}
     if engine_class is OutOfOrder:
         rollout["engine"] = "sglang"  # whose continuous batching it stands for
-    settings: dict[str, Any] = {"reward": {"max_unjudged": 1.0}, **sections}
+    settings: dict[str, Any] = {"reward": {"max_ungraded": 1.0}, **sections}
     settings["rollout"] = rollout | {"episode": f"{__name__}:{episode}"} | sections.get("rollout", {})
     config = Config(recipe="grpo", run_dir="runs/x", steps=1, model={"path": folder}, **settings)
     engine = engine_class(folder)
@@ -325,14 +325,14 @@ def drawn(
         ("raises_what_is_no_exception", "Stop: here", 2),
     ],
 )
-def test_nobody_has_judged(folder: Path, episode: str, error: str, length: int) -> None:
+def test_nobody_has_graded(folder: Path, episode: str, error: str, length: int) -> None:
     for response in drawn(folder, episode):
-        assert not response.judged and not response.correct
+        assert not response.graded and not response.correct
         assert response.error.startswith("rollout.episode: ") and error in response.error
         assert response.num_sampled == response.num_tokens == length
 
 
-@pytest.mark.parametrize(("name", "where"), [("Broken", "ToolUnavailable: step: "), ("Unjudged", "")])
+@pytest.mark.parametrize(("name", "where"), [("Broken", "ToolUnavailable: step: "), ("Ungraded", "")])
 def test_errors_begin_with_the_key_that_was_set(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
@@ -342,35 +342,35 @@ def test_errors_begin_with_the_key_that_was_set(
     settings: dict[str, Any] = {"turns": {"max_tokens": 20}, "rollout": rollout, "data": {"template": "raw"}}
     error = f"rollout.environment: {where}broken_environment:{name}: ConnectionError: closed"
     for response in drawn(folder, "", **settings):
-        assert (response.judged, response.error) == (False, error)
+        assert (response.graded, response.error) == (False, error)
     with pytest.raises(EngineError, match=r"^rollout\.environment: it shows something before the policy's"):
         drawn(folder, "", **settings, update={"share_prompts": True})
 
 
 def test_what_ran_out_of_room_in_a_group_is_truncated(folder: Path) -> None:
     for response in drawn(folder, "without_room_in_a_group"):
-        assert response.judged and response.correct and response.is_truncated and response.num_sampled == 2
+        assert response.graded and response.correct and response.is_truncated and response.num_sampled == 2
 
 
-def test_the_run_ends_where_too_many_are_not_judged(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reward.max_unjudged: 4 of 4 .*KeyError: 'row'"):
-        drawn(folder, "raises", reward={"max_unjudged": 0.5})
+def test_the_run_ends_where_too_many_are_not_graded(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward.max_ungraded: 4 of 4 .*KeyError: 'row'"):
+        drawn(folder, "raises", reward={"max_ungraded": 0.5})
 
 
-@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("graded", [False, True])
 def test_terms_that_fail_count_where_an_episode_judges_itself(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, judged: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, graded: bool
 ) -> None:
-    """As where the verifier does: nobody has judged, or it is wrong where the answer has brought it about."""
-    failed = Verdict(False, error="reward.terms.brevity: what happened", judged=judged)
+    """As where the verifier does: nobody has graded, or it is wrong where the answer has brought it about."""
+    failed = Verdict(False, error="reward.terms.brevity: what happened", graded=graded)
     monkeypatch.setattr(Right, "verify", lambda _, items: [failed for _ in items])
     terms = {"brevity": {"function": "m:f", "weight": 1.0}}
-    reward = {"max_unjudged": 1.0, "terms": terms, "incorrect": -1.0}
+    reward = {"max_ungraded": 1.0, "terms": terms, "incorrect": -1.0}
     for response in drawn(folder, "asks_from_a_thread", reward=reward):
-        assert (response.error, response.judged, response.correct) == (failed.error, judged, False)
+        assert (response.error, response.graded, response.correct) == (failed.error, graded, False)
         assert response.reward == -1.0 and response.terms == {}
     for response in drawn(folder, "asks_from_a_thread"):
-        assert response.error is None and response.judged and response.correct
+        assert response.error is None and response.graded and response.correct
 
 
 def test_what_an_episode_says_is_text(folder: Path) -> None:
@@ -381,7 +381,7 @@ def test_what_an_episode_says_is_text(folder: Path) -> None:
 def test_tasks_that_are_left_behind_are_named_and_cancelled(folder: Path) -> None:
     CANCELLED.clear()
     for response in drawn(folder, "leaves_tasks_behind"):
-        assert not response.judged and response.num_sampled == 2
+        assert not response.graded and response.num_sampled == 2
         said, names = response.error.split(" had ended: ")
         assert said == "rollout.episode: UnusableError: it returned before these tasks that it created"
         for name in ("leaves_tasks_behind.<locals>.another (", "Policy.generate (", f"poll ({__file__}:"):
@@ -446,7 +446,7 @@ def test_who_waits_for_verdicts_at_an_abort_is_not_silent(
     monkeypatch.setattr(Right, "verify", verify)
     monkeypatch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.5)
     rollout = {"dynamic_sampling": DYNAMIC}
-    assert len(drawn(folder, "is_judged_late", OutOfOrder, rollout=rollout, parallel={"timeout": 6.0})) == 4
+    assert len(drawn(folder, "is_graded_late", OutOfOrder, rollout=rollout, parallel={"timeout": 6.0})) == 4
     assert len(WAIT) > 1
 
 
@@ -455,7 +455,7 @@ def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
     for one, other in zip(
         taken, drawn(folder, "one_turn_behind_nine", turns={"max_tokens": 20}), strict=True
     ):
-        assert one.judged and one.correct and one.num_sampled == 3
+        assert one.graded and one.correct and one.num_sampled == 3
         assert one.data.tokens.tolist() == other.data.tokens.tolist()
         assert one.data.logprobs.tolist() == other.data.logprobs.tolist()
 

@@ -135,9 +135,9 @@ def test_what_a_server_says(server: str) -> None:
         observation_bytes=1001,
     )
     assert price == Result("8") and picture == Result("[image]\na pear")
-    assert refused.judged and refused.error and refused.error.startswith("Error executing tool misbehave")
+    assert refused.graded and refused.error and refused.error.startswith("Error executing tool misbehave")
     assert unknown == Result(error="Unknown tool: cost")
-    assert wrong.judged and wrong.error and "Input should be a valid string" in wrong.error
+    assert wrong.graded and wrong.error and "Input should be a valid string" in wrong.error
     assert large.value and large.value.endswith("é\n[cut at 1001 bytes]") and len(large.value.encode()) < 1002
     assert pids[0] == pids[1] and pids[0].value
     wait_until_gone(int(pids[0].value))
@@ -148,7 +148,7 @@ def test_what_a_server_says(server: str) -> None:
     ("how", "expected"),
     [
         ("hang", Result(error="timeout after 3 s")),
-        ("exit", Result(error="Connection closed", judged=False)),
+        ("exit", Result(error="Connection closed", graded=False)),
         ("once", Result("once")),
         ("nonsense", Result("nonsense")),
     ],
@@ -182,7 +182,7 @@ def test_a_server_that_was_killed_between_calls(server: str) -> None:
         return [first, second]
 
     first, second = asyncio.run(job())
-    assert second.judged and second.value and second != first
+    assert second.graded and second.value and second != first
     wait_until_gone(int(second.value))
 
 
@@ -204,7 +204,7 @@ def test_what_is_no_server(entry: str, why: str, capfd: pytest.CaptureFixture[st
         schemas([entry])
     assert str(caught.value).startswith(f"rollout.tools: {entry}: {why}") and "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
-    assert call(entry, ("x", {})) == [Result(error=str(caught.value), judged=False)]
+    assert call(entry, ("x", {})) == [Result(error=str(caught.value), graded=False)]
 
 
 @pytest.mark.slow
@@ -317,8 +317,8 @@ def test_over_http(over_http: tuple[str, Any]) -> None:
             await asyncio.sleep(0)
 
     price, refused, down = asyncio.run(job())
-    assert price == Result("4") and refused.judged and refused.error
-    assert down.error and not down.judged
+    assert price == Result("4") and refused.graded and refused.error
+    assert down.error and not down.graded
 
 
 @pytest.mark.parametrize(

@@ -275,11 +275,11 @@ def test_what_a_tool_returns() -> None:
     sums, missing, surrogate, raw, none, nested, unholdable, left, deep, absent, unknown = run(job)
     assert (sums, surrogate, raw) == (Result("5"), Result("a\ufffdb"), Result("a\ufffdb"))
     assert (none, nested) == (Result("null"), Result('{"a": [1.5, "é"]}'))
-    assert missing.error and missing.error.startswith("TypeError: add() missing") and missing.judged
+    assert missing.error and missing.error.startswith("TypeError: add() missing") and missing.graded
     assert unholdable == Result(error="TypeError: Object of type set is not JSON serializable")
     assert left == Result(error="SystemExit: 4") and deep == Result(error="it ran out of stack")
-    assert absent == Result(error=f"rollout.tools: {M} has no function ad (did you mean add?)", judged=False)
-    assert unknown.error and "cannot be imported" in unknown.error and not unknown.judged
+    assert absent == Result(error=f"rollout.tools: {M} has no function ad (did you mean add?)", graded=False)
+    assert unknown.error and "cannot be imported" in unknown.error and not unknown.graded
 
 
 def test_large_results_are_cut_where_they_arise() -> None:
@@ -297,7 +297,7 @@ def test_large_results_are_cut_where_they_arise() -> None:
     kept = 1001 - len(mark)
     assert text == Result("x" * kept + mark)
     assert raw == Result("\ufffd" * (kept // 3) + mark)
-    assert error.error == f"ValueError: {'y' * 9999}"[:kept] + mark and error.judged
+    assert error.error == f"ValueError: {'y' * 9999}"[:kept] + mark and error.graded
     assert wide == Result("é" * (kept // 2) + mark)
     assert numbers.value == json.dumps([1] * 1000)[:kept] + mark
     assert fits == Result("x" * 1000)
@@ -321,7 +321,7 @@ def test_observations_are_what_utf_8_holds(value: str | bytes, size: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "judged"),
+    ("how", "error", "graded"),
     [
         ("hang", "timeout after 1 s", True),
         ("exit", "tool died (exit code 3)", True),
@@ -330,7 +330,7 @@ def test_observations_are_what_utf_8_holds(value: str | bytes, size: int) -> Non
         ("pipe", "its process answered no JSON", True),
     ],
 )
-def test_what_counts_the_second_time_only(tmp_path: Path, how: str, error: str, judged: bool) -> None:
+def test_what_counts_the_second_time_only(tmp_path: Path, how: str, error: str, graded: bool) -> None:
     """Both tries in processes of their own, and the seat is free afterwards."""
 
     async def job(pool: ToolPool) -> tuple[Result[str], ...]:
@@ -340,7 +340,7 @@ def test_what_counts_the_second_time_only(tmp_path: Path, how: str, error: str, 
 
     assert run(job, seconds=1.0, memory_mib=512) == (
         Result("done"),
-        Result(error=error, judged=judged),
+        Result(error=error, graded=graded),
         Result("2"),
     )
     first, second = (tmp_path / how).read_text().split()
@@ -373,12 +373,12 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
     died = "3 tool processes died at their start (exit code 1; it wrote no reason)"
-    assert result == Result(error=died, judged=False)
+    assert result == Result(error=died, graded=False)
     monkeypatch.setattr("sys.executable", "/no/such/python")
     result = run(lambda pool: pool.call(f"{M}:add", [1, 1]))
     died = "3 tool processes died at their start (FileNotFoundError: "
     assert result.error and result.error.startswith(died)
-    assert not result.judged
+    assert not result.graded
 
 
 def test_what_a_tool_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -644,7 +644,7 @@ def test_an_environment_that_moves_leaves_nothing_behind(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "judged"),
+    ("text", "error", "graded"),
     [
         ("raise", "ConnectionError: the shop is closed", False),
         ("pair", "step returned tuple of 2, not (observation, reward, done)", False),
@@ -655,7 +655,7 @@ def test_an_environment_that_moves_leaves_nothing_behind(tmp_path: Path) -> None
         ("memory", "it ran out of memory", True),
     ],
 )
-def test_environments_that_fail(text: str, error: str, judged: bool) -> None:
+def test_environments_that_fail(text: str, error: str, graded: bool) -> None:
     """In the middle of an episode; the others, and this one up to there, go on."""
 
     async def job(pool: ToolPool) -> tuple[Any, ...]:
@@ -666,8 +666,8 @@ def test_environments_that_fail(text: str, error: str, judged: bool) -> None:
 
     error = f"{M}:Walk: {error}"
     failed, verdict = run(job, environment=f"{M}:Walk", memory_mib=512)
-    assert failed == Result(error=error, judged=judged)
-    assert verdict == Verdict(False, error=error, judged=judged)
+    assert failed == Result(error=error, graded=graded)
+    assert verdict == Verdict(False, error=error, graded=graded)
 
 
 @pytest.mark.parametrize(
@@ -687,7 +687,7 @@ def test_a_replay_of_many_slow_steps_is_no_timeout() -> None:
 
     slow, unusable = run(job, environment=f"{M}:Walk", seconds=1.0)
     assert slow.error is None
-    assert unusable.error and not unusable.judged
+    assert unusable.error and not unusable.graded
     assert unusable.error.endswith("verdict returned str, not bool, number, (right, answer) or Verdict")
 
 
@@ -713,11 +713,11 @@ def test_classes_that_are_no_environment() -> None:
     assert import_environment(f"{M}:Sized", {"size": 1}) == import_environment(f"{M}:Sized")
 
     result = run(lambda pool: pool.step(1, {}, 1, []), environment=f"{M}:NoStep")
-    assert result.error and "has no step" in result.error and not result.judged
+    assert result.error and "has no step" in result.error and not result.graded
     result = run(lambda pool: pool.step(1, {}, 1, []), environment=f"{M}:FailsToBegin")
-    assert result == Result(error=f"{M}:FailsToBegin: OSError: no such server", judged=False)
+    assert result == Result(error=f"{M}:FailsToBegin: OSError: no such server", graded=False)
     result = run(lambda pool: pool.step(1, {}, 1, []), environment=f"{M}:Walk", arguments={"size": 1})
-    assert result.error and "TypeError" in result.error and not result.judged
+    assert result.error and "TypeError" in result.error and not result.graded
 
 
 def test_schemas() -> None:
@@ -785,4 +785,4 @@ def test_reasoning_gym() -> None:
     )
     assert steps == [(made.question, 0.0, False), again, again, ("", 0.0, True), ("", 0.0, True)]
     assert (solved.correct, solved.score, solved.extracted) == (True, 1.0, made.answer)
-    assert (failed.correct, failed.judged, failed.extracted) == (False, True, "zero")
+    assert (failed.correct, failed.graded, failed.extracted) == (False, True, "zero")

@@ -322,7 +322,7 @@ def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail)
     goes_on = data.draw(st.lists(st.booleans(), min_size=len(windows), max_size=len(windows)))
     lams = [lam * 0.9**i for i in range(len(windows))]
     lam_each = torch.tensor(lams, dtype=torch.float64)
-    e["begun"] = torch.tensor([a - b for (a, _), (b, _) in zip(windows, batch.spans, strict=True)])
+    e["prefix_tokens"] = torch.tensor([a - b for (a, _), (b, _) in zip(windows, batch.spans, strict=True)])
     assert e.sampled_mask.equal(mask)
     assert e.sampled_lengths.tolist() == [end - start for start, end in windows]
     rewards, values = (torch.where(mask, e[name], torch.nan) for name in ("rewards", "values"))

@@ -208,7 +208,7 @@ def test_scores_of_one_problem_and_one_answer(right, expected):
         "without_answer": int(not right),
         "truncated": 0,
         "unverified": 0,
-        "unjudged": 0,
+        "ungraded": 0,
     }
 
 

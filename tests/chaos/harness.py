@@ -249,7 +249,7 @@ class Fault:
     code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
     lost besides the interrupted one; said: what the job must say of it; once: what must stand in one line
     each of what it prints; without: files that lack lines at the end; ahead: the run is `ahead_by` so many
-    steps, None for both ranks doing both; acting: what its responses act on, see ACTING; unjudged: some of
+    steps, None for both ranks doing both; acting: what its responses act on, see ACTING; ungraded: some of
     them are left out for it, so that the end is another; mounts: whether it needs the right to mount."""
 
     name: str
@@ -263,7 +263,7 @@ class Fault:
     without: tuple[str, ...] = ()
     ahead: int | None = None
     acting: str = ""
-    unjudged: bool = False
+    ungraded: bool = False
     mounts: bool = False
 
     @property
@@ -336,8 +336,8 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks.append(f"a key from the environment was written: {told or job.log.name}")
     if (folder / name).stat().st_mode & 0o077:
         remarks.append("the run's folder is open to others")
-    if fault.unjudged:
-        equal = not remarks and same_until_unjudged(folder / name, undisturbed)
+    if fault.ungraded:
+        equal = not remarks and same_until_ungraded(folder / name, undisturbed)
     else:
         equal = not remarks and same_end(folder / name, undisturbed, fault.without)
     return Row(fault.name, detected, lost, orphans, equal, tuple(remarks))
@@ -386,11 +386,11 @@ def same_end(one: Path, other: Path, without: tuple[str, ...] = ()) -> bool:
     return records(one) == records(other)
 
 
-def same_until_unjudged(one: Path, other: Path) -> bool:
+def same_until_ungraded(one: Path, other: Path) -> bool:
     """The first record that differs is of a step that has left out responses, and says how many."""
     ours, theirs = records(one), records(other)
     first = next((a for a, b in zip(ours, theirs, strict=True) if a != b), {})
-    return first.get("reward/unjudged", 0) > 0
+    return first.get("reward/ungraded", 0) > 0
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

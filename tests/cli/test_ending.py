@@ -163,7 +163,7 @@ class TestRealJob:
         keys = (
             "reward.verifier=tests.cli.verifiers:only_labelled",
             "guard.unverified_steps=2",
-            "reward.max_unjudged=1",
+            "reward.max_ungraded=1",
             "steps=4",
             "data.eval=[]",
         )

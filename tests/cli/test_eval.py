@@ -149,7 +149,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path: Path) -> None:
-    """With two data sources: no score, no error, and every answer counted as unjudged."""
+    """With two data sources: no score, no error, and every answer counted as ungraded."""
     rows = [
         {"question": f"What is {a} + 1?", "answer": str(a + 1), "data_source": "ab"[a % 2]} for a in range(4)
     ]
@@ -161,8 +161,8 @@ def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path:
     summary = json.loads((tmp_path / "out" / "scores.json").read_text())
     assert (summary["scores"], summary["length_mean"]) == ({}, None)
     answers = summary["answers"]
-    assert answers["unjudged"] == answers["all"] and list(summary["sources"]) == ["a", "b"]
-    assert "answers, unjudged" in done.stdout
+    assert answers["ungraded"] == answers["all"] and list(summary["sources"]) == ["a", "b"]
+    assert "answers, ungraded" in done.stdout
 
 
 @pytest.mark.slow

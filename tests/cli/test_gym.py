@@ -55,7 +55,7 @@ def test_a_run_and_its_continuation(shared_scene: Scene, tmp_path: Path) -> None
     assert f"data: {report['kept']} of 49 rows used" in shown.stdout and shown.returncode == 0
     out = megarl("eval", str(shared_scene.config), *keys, "--out", "scores", cwd=tmp_path)
     summary = json.loads((tmp_path / "scores" / "scores.json").read_text())
-    assert (out.returncode, summary["answers"]["all"], summary["answers"]["unjudged"]) == (0, 12, 0)
+    assert (out.returncode, summary["answers"]["all"], summary["answers"]["ungraded"]) == (0, 12, 0)
 
 
 def test_a_task_that_does_not_exist(shared_scene: Scene, tmp_path: Path) -> None:

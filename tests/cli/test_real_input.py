@@ -99,7 +99,7 @@ def test_evaluation_on_aime(folder: Path) -> None:
     assert (scores["policy"], scores["problems"], scores["samples"]) == ("model", 30, 2)
     assert scores["answers"].pop("without_answer") <= 60
     assert scores["answers"].pop("truncated") <= 60
-    assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0, "unjudged": 0}
+    assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0, "ungraded": 0}
     # Wilson's interval of 0 of 30 with t = 2.045
     none = {
         "mean": 0.0,

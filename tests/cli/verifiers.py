@@ -2,7 +2,7 @@
 
 import time
 
-from megarl.rewards.verdict import Judged, Verdict
+from megarl.rewards.verdict import GradedResponse, Verdict
 
 
 def even_length(response: str, answer: str) -> Verdict:
@@ -27,6 +27,6 @@ def endless(response: str, answer: str) -> bool:
     return True
 
 
-def checksum(response: Judged) -> float:
+def checksum(response: GradedResponse) -> float:
     """Return a number that differs between texts."""
     return sum(response.text.encode()) % 7 / 7

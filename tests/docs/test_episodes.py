@@ -154,7 +154,7 @@ def test_guess_is_played(chat: bool) -> None:
     policy.tools.environment = example("guess:Guess")  # type: ignore[union-attr]
     episode = play(ChatTurns(policy.tokenizer) if chat else None)
     verdict = asyncio.run(episode(policy.prompt, policy))
-    assert not verdict.correct and verdict.judged and policy.truncated
+    assert not verdict.correct and verdict.graded and policy.truncated
     text = policy.tokenizer.decode(policy.result().tokens)
     said = "1<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n100<|im_end|>"
     assert text.startswith(said if chat else "1<|im_end|>higher100<|im_end|>lower")

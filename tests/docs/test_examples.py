@@ -143,5 +143,5 @@ def test_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
     [record] = [record for record in map(json.loads, lines) if record["stage"] == "train"]
-    assert record["reward/unjudged"] == 0
+    assert record["reward/ungraded"] == 0
     assert ("reward/term_brevity" in record) == (name == "own_reward")

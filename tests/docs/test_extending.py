@@ -445,7 +445,7 @@ def test_runs_with_all_of_it(tree: Path, sums: Path) -> None:
     assert [record["step"] for record in records] == [1, 2]
     assert all(record["mismatch/kl"] < 1e-6 for record in records)
     assert any(0 < record["advantage/limited"] < 1 for record in records)
-    assert all(record["reward/unverified"] == record["reward/unjudged"] == 0 for record in records)
+    assert all(record["reward/unverified"] == record["reward/ungraded"] == 0 for record in records)
     records = [json.loads(line) for line in (sums / "run_sft" / "metrics.jsonl").read_text().splitlines()]
     # A step has four times `n+1=`, a digit and the end; those of the file are longer, by their template.
     assert [(record["step"], record["train/tokens"]) for record in records] == [(1, 24), (2, 24)]

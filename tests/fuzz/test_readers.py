@@ -32,7 +32,7 @@ from megarl.data.batch import TrainBatch, read_batch, write_batch
 from megarl.data.prompts import validate_files
 from megarl.model.hf_config import check_buildable
 from megarl.rewards import get_verifier
-from megarl.rewards.pool import judge
+from megarl.rewards.pool import grade
 from megarl.rewards.verdict import Verdict
 from megarl.schedule.rollouts import read_manifest
 from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
@@ -270,6 +270,6 @@ def test_verifiers(name: str, response: str, answer: str, form: str) -> None:
     """A verdict, whatever is judged; that none takes long or much memory is the pool's business
     (tests/rewards, tests/verifier)."""
     response = form.replace("{}", response.replace("{", "").replace("}", ""))
-    verdict = judge(get_verifier(name), {}, response, answer)
+    verdict = grade(get_verifier(name), {}, response, answer)
     assert isinstance(verdict, Verdict) and isinstance(verdict.correct, bool)
     assert name != "dapo" or verdict.error is None

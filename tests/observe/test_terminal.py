@@ -363,12 +363,12 @@ def test_data_sources_follow_an_evaluation() -> None:
         "eval/gsm/avg": 0.25,
         "eval/gsm/problems": 20,
     }
-    record |= {"eval/unjudged": 0, "eval/gsm/unjudged": 2}
+    record |= {"eval/ungraded": 0, "eval/gsm/ungraded": 2}
     record |= {"eval/aime24/avg": 1.0, "eval/aime24/problems": 10, "eval/length_mean": 5.0}
     assert format_evaluation(record).splitlines() == [
         "0.500 avg  (k 1, 30 problems)",
         "      aime24  1.000 avg  (10 problems)",
-        "      gsm     0.250 avg  (20 problems, 2 unjudged)",
+        "      gsm     0.250 avg  (20 problems, 2 ungraded)",
     ]
     own = {f"eval/aime/{what}": 0.5 for what in ("avg", "pass", "majority")}
     own |= {"eval/aime/k": 32, "eval/aime/problems": 10}

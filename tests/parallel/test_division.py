@@ -60,7 +60,7 @@ def make_batch() -> TrainBatch:
 def in_windows(batch: TrainBatch, none_ended_in: list[int] | None = None) -> TrainBatch:
     """Let some responses have begun in earlier steps, and some go on: wrong ones, and all of a mini-batch."""
     g = torch.Generator().manual_seed(6)
-    batch["begun"] = (torch.rand(RESPONSES, generator=g) * batch.response_lengths).long()
+    batch["prefix_tokens"] = (torch.rand(RESPONSES, generator=g) * batch.response_lengths).long()
     batch["unfinished"] = ~batch["correct"] & (torch.rand(RESPONSES, generator=g) > 0.4)
     batch["unfinished"][none_ended_in or []] = True
     batch["correct"] &= ~batch["unfinished"]
@@ -248,7 +248,7 @@ def test_mini_batches_of_windows(
     plain = ranks(1, 1, 1).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None)[0]["actor"]
     batch = in_windows(make_batch(), none_ended_in=plain[2])
     found = ranks(*layout).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None, batch=batch)
-    lengths, begun = batch.response_lengths.tolist(), batch["begun"].tolist()
+    lengths, begun = batch.response_lengths.tolist(), batch["prefix_tokens"].tolist()
     ended, right = (~batch["unfinished"]).tolist(), batch["correct"].tolist()
     assert any(begun) and 0 < sum(right) < sum(ended) < RESPONSES - 4
     actors = [sorted(n for rank in found for n in rank["actor"][k]) for k in range(4)]

@@ -113,7 +113,7 @@ def make_batch_of(term: str, turns: bool = False) -> TrainBatch:
     """Make the batch with the columns that a term of `TERMS` reads."""
     batch = make_batch("NLL" in term, turns)
     if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
-        batch["begun"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
+        batch["prefix_tokens"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
         batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
     if "teacher" in term:  # of two of the responses there is none
         g = torch.Generator().manual_seed(14)

@@ -216,13 +216,13 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
     """Return the bytes of a step's batch on this rank, with all columns of VAPO's phases: what its engine has
     drawn, as bodies and packed, what it knows of the whole, and its replica's share, delivered."""
     tokens, logprobs = np.full(length, 7, dtype=np.int32), np.zeros(length, dtype=np.float32)
-    judged: dict[str, Any] = {"finish_reason": "stop", "correct": True, "extracted": None, "error": None}
-    judged |= {"reward": 1.0, "overlong_penalty": 0.0}
+    graded: dict[str, Any] = {"finish_reason": "stop", "correct": True, "extracted": None, "error": None}
+    graded |= {"reward": 1.0, "overlong_penalty": 0.0}
     groups = [SampleGroup(Prompt(uid, "", (3,) * prompt, ""), [], 0) for uid in range(prompts)]
     kept = []
     for number in range(prompts * group):
         owner = number % runtime.world
-        sample = Sample.from_data(TokenData(tokens.copy(), logprobs.copy()), owner, **judged)
+        sample = Sample.from_data(TokenData(tokens.copy(), logprobs.copy()), owner, **graded)
         if owner == runtime.rank:
             kept.append(sample.data)
         groups[number // group].samples.append(sample if owner == runtime.rank else sample.with_data(None))

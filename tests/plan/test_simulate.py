@@ -71,7 +71,7 @@ def token_by_token(lengths: list[int], prompt: float, at_once: int) -> float:
 )
 def test_equal_stretches_token_by_token(groups: list[list[int]], engines: int, at_once: int) -> None:
     drawn = iter(groups)
-    work = RolloutWork(len(groups), 2, 7.0, lambda chance, n: next(drawn), balance="stretches")
+    work = RolloutWork(len(groups), 2, 7.0, lambda chance, n: next(drawn), balance="equal")
     found = simulate_rollout(work, costs(at_once), engines, random.Random(0))
     flat = [length for group in groups for length in group]
     parts = [flat[e * len(flat) // engines : (e + 1) * len(flat) // engines] for e in range(engines)]

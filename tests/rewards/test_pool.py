@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import RewardTerm
-from megarl.rewards import Judged, Verdict, VerifierPool, get_verifier, pool
-from megarl.rewards.pool import judge
+from megarl.rewards import GradedResponse, Verdict, VerifierPool, get_verifier, pool
+from megarl.rewards.pool import grade
 
 VERIFIERS = '''
 import os, signal, sys, threading, time
@@ -127,7 +127,7 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
         "number -inf": "verifier returned -inf, which is not finite",
         "memory": "verifier ran out of memory",
     }
-    # What the answer may have brought about, and so is wrong; of the others nobody has judged.
+    # What the answer may have brought about, and so is wrong; of the others nobody has graded.
     wrong = {"sleep", "spin", "deaf", "kill", "segfault", "exit", "memory"}
     items, expected = [], []
     for name, error in bad.items():
@@ -135,7 +135,7 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
             items.append((str(i), str(i)))
             expected.append(Verdict(True))
         items.append((name, "x"))
-        expected.append(Verdict(False, None, error, judged=name in wrong))
+        expected.append(Verdict(False, None, error, graded=name in wrong))
     with VerifierPool(user_module, workers=2, timeout=1.5, memory_mib=512) as pool:
         assert pool.verify(items) == expected
         assert pool.verify(items[:5]) == expected[:5]
@@ -149,8 +149,8 @@ def test_scores(user_module: str) -> None:
     assert found == [*scores, Verdict(True, "a", score=0.5), Verdict(True)]
 
 
-def unjudged(error: str) -> Verdict:
-    return Verdict(False, error=error, judged=False)
+def ungraded(error: str) -> Verdict:
+    return Verdict(False, error=error, graded=False)
 
 
 class Half:
@@ -170,22 +170,22 @@ class Half:
         (Verdict(np.bool_(True), score=np.bool_(True)), Verdict(True, score=1.0)),
         (
             np.array([True, False]),
-            unjudged("verifier returned ndarray, not bool, number, (right, answer) or Verdict"),
+            ungraded("verifier returned ndarray, not bool, number, (right, answer) or Verdict"),
         ),
         (Fraction(1, 4), Verdict(False, score=0.25)),
         (Verdict(False, score=True), Verdict(False, score=1.0)),
         (Verdict(False, "4", score=3), Verdict(False, "4", score=3.0)),
-        (Half(), unjudged("verifier returned Half, not bool, number, (right, answer) or Verdict")),
-        (None, unjudged("verifier returned NoneType, not bool, number, (right, answer) or Verdict")),
+        (Half(), ungraded("verifier returned Half, not bool, number, (right, answer) or Verdict")),
+        (None, ungraded("verifier returned NoneType, not bool, number, (right, answer) or Verdict")),
         (
             Verdict(True, score=math.inf),
-            unjudged("verifier returned a score: inf, which is not finite"),
+            ungraded("verifier returned a score: inf, which is not finite"),
         ),
-        (10**400, unjudged("OverflowError: int too large to convert to float")),
+        (10**400, ungraded("OverflowError: int too large to convert to float")),
     ],
 )
 def test_what_a_verifier_may_return(returned: Any, expected: Verdict) -> None:
-    verdict = judge(lambda response, answer: returned, {}, "", "")
+    verdict = grade(lambda response, answer: returned, {}, "", "")
     assert verdict == expected and (verdict.score is None or type(verdict.score) is float)
 
 
@@ -200,19 +200,19 @@ def test_the_reward_of_a_score(correct: float, incorrect: float, score: float) -
     )
 
 
-def test_terms_see_what_was_judged() -> None:
+def test_terms_see_what_was_graded() -> None:
     seen = []
 
-    def term(response: Judged) -> int:
+    def term(response: GradedResponse) -> int:
         seen.append(response)
         return 3
 
-    verdict = judge(lambda *_: 0.25, {"a": term, "b": lambda response: 0.5}, "text", "7", 12, 20, True)
+    verdict = grade(lambda *_: 0.25, {"a": term, "b": lambda response: 0.5}, "text", "7", 12, 20, True)
     assert verdict == Verdict(False, score=0.25, terms={"a": 3.0, "b": 0.5})
-    assert seen == [Judged("text", "7", 12, 20, True, Verdict(False, score=0.25))]
+    assert seen == [GradedResponse("text", "7", 12, 20, True, Verdict(False, score=0.25))]
     # Neither without a size, as in an evaluation, nor of an answer on which the verifier has failed.
-    assert judge(lambda *_: True, {"a": term}, "text", "7") == Verdict(True)
-    assert judge(lambda *_: 1 / 0, {"a": term}, "text", "7", 1, 2, False).terms == {} and len(seen) == 1
+    assert grade(lambda *_: True, {"a": term}, "text", "7") == Verdict(True)
+    assert grade(lambda *_: 1 / 0, {"a": term}, "text", "7", 1, 2, False).terms == {} and len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -224,17 +224,17 @@ def test_terms_see_what_was_judged() -> None:
         (MemoryError(), "reward.terms.a: it ran out of memory"),
     ],
 )
-def test_an_answer_on_which_a_term_fails_is_unjudged(returned: Any, error: str) -> None:
+def test_an_answer_on_which_a_term_fails_is_ungraded(returned: Any, error: str) -> None:
     """But for memory, which the answer may have brought about: then it is wrong."""
 
-    def term(response: Judged) -> Any:
+    def term(response: GradedResponse) -> Any:
         if isinstance(returned, BaseException):
             raise returned
         return returned
 
     terms = {"b": lambda response: 1.0, "a": term}
-    expected = Verdict(False, error=error, judged=isinstance(returned, MemoryError))
-    assert judge(lambda *_: True, terms, "x", "7", 1, 2, False) == expected
+    expected = Verdict(False, error=error, graded=isinstance(returned, MemoryError))
+    assert grade(lambda *_: True, terms, "x", "7", 1, 2, False) == expected
 
 
 def test_terms_in_a_worker(user_module: str) -> None:
@@ -258,13 +258,13 @@ def test_terms_in_a_worker(user_module: str) -> None:
         VerifierPool("dapo", terms={"x": RewardTerm(function="dapo")})
 
 
-def test_what_an_answer_brings_about_is_wrong_and_what_it_cannot_is_unjudged(user_module: str) -> None:
+def test_what_an_answer_brings_about_is_wrong_and_what_it_cannot_is_ungraded(user_module: str) -> None:
     """A service that is down is one whose port refuses connections."""
     answers = ["kill", "segfault", "exit", "raise", "text", "memory", "deep", "refused", "a"]
     with VerifierPool(user_module, workers=2, timeout=5, memory_mib=256, sandbox="network") as pool:
         found = dict(zip(answers, pool.verify([(text, "a") for text in answers]), strict=True))
-    judged = {text: verdict.judged for text, verdict in found.items()}
-    assert judged == dict.fromkeys(answers, True) | dict.fromkeys(("raise", "text", "refused"), False)
+    graded = {text: verdict.graded for text, verdict in found.items()}
+    assert graded == dict.fromkeys(answers, True) | dict.fromkeys(("raise", "text", "refused"), False)
     assert [text for text, verdict in found.items() if verdict.correct] == ["a"]
     assert found["kill"].error == "verifier died (signal 9)"
     assert found["refused"].error is not None and found["refused"].error.startswith(
@@ -273,7 +273,7 @@ def test_what_an_answer_brings_about_is_wrong_and_what_it_cannot_is_unjudged(use
     assert found["deep"].error == "verifier ran out of stack"
 
 
-def test_workers_that_cannot_be_started_any_more_leave_answers_unjudged(
+def test_workers_that_cannot_be_started_any_more_leave_answers_ungraded(
     user_module: str, tmp_path: Path
 ) -> None:
     with VerifierPool(user_module, workers=2, timeout=20) as pool:
@@ -283,11 +283,11 @@ def test_workers_that_cannot_be_started_any_more_leave_answers_unjudged(
             os.kill(pid, signal.SIGKILL)
             assert gone(pid)
         later = pool.verify([("a", "a")] * 6)
-        assert not any(verdict.judged or verdict.correct for verdict in later)
+        assert not any(verdict.graded or verdict.correct for verdict in later)
         assert all("cannot be imported: RuntimeError: gone" in str(verdict.error) for verdict in later)
 
 
-def test_a_machine_that_starts_no_process_leaves_answers_unjudged(
+def test_a_machine_that_starts_no_process_leaves_answers_ungraded(
     user_module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with VerifierPool(user_module, timeout=20) as pool:
@@ -296,7 +296,7 @@ def test_a_machine_that_starts_no_process_leaves_answers_unjudged(
         with monkeypatch.context() as patch:
             patch.setattr("sys.executable", "/no/such/python")
             later = pool.verify([("a", "a")] * 2)
-        assert not any(verdict.judged or verdict.correct for verdict in later)
+        assert not any(verdict.graded or verdict.correct for verdict in later)
         error = "reward.verifier: 3 worker processes died at their start (FileNotFoundError: "
         assert all(str(verdict.error).startswith(error) for verdict in later)
         assert pool.verify([("a", "a")]) == [Verdict(True)]
@@ -319,7 +319,7 @@ def test_a_worker_killed_from_outside_while_it_works(user_module: str, tmp_path:
         killer.join(60)
         assert [verdict.correct for verdict in verdicts] == [
             True
-        ] * 25  # another worker has judged what it had
+        ] * 25  # another worker has graded what it had
         assert pid not in pool.pids
 
 
@@ -456,7 +456,7 @@ def test_throughput() -> None:
             start = time.monotonic()
             verdicts = pool.verify(items)
             middle = time.monotonic()
-            assert verdicts == [judge(get_verifier("dapo"), {}, *item) for item in items]
+            assert verdicts == [grade(get_verifier("dapo"), {}, *item) for item in items]
             ratios.append((middle - start) / (time.monotonic() - middle))
     assert sum(verdict.correct for verdict in verdicts) == 500
     assert min(ratios) < 10, ratios
@@ -503,7 +503,7 @@ def test_a_slow_start_counts_against_no_answer(user_module: str, monkeypatch: py
         monkeypatch.setattr(process.LimitedProcess, "connect", slow)
         verdicts = pool.verify([("a", "a"), ("exit", ""), ("b", "b"), ("c", "c")])
         assert [one.correct for one in verdicts] == [True, False, True, True] and len(starts) >= 3
-        assert all(one.judged for one in verdicts)
+        assert all(one.graded for one in verdicts)
 
 
 def test_messages_that_are_no_verdicts(user_module: str, tmp_path: Path) -> None:
@@ -521,4 +521,4 @@ def test_messages_that_are_no_verdicts(user_module: str, tmp_path: Path) -> None
         found = pool.verify(
             [("no json", ""), ("[1, 2, 3, 4, 5, 6, 7, 8]", ""), ("x" * 2_000_000, ""), ("a", "")]
         )
-    assert [one.correct for one in found] == [False, False, False, True] and all(one.judged for one in found)
+    assert [one.correct for one in found] == [False, False, False, True] and all(one.graded for one in found)

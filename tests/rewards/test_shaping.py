@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.shaping import boxed_or_answer_line, cosine_length, matches, soft_overlong_punishment
-from megarl.rewards.verdict import Judged, Verdict
+from megarl.rewards.verdict import GradedResponse, Verdict
 
 
 def equation_13(length: int, l_max: int, l_cache: int) -> Fraction:
@@ -53,20 +53,22 @@ def test_a_buffer_outside_its_bounds_is_refused(buffer: int) -> None:
         soft_overlong_punishment(5, 80, buffer)
 
 
-def judged(text: str = "", length: int = 1, *, correct: bool = True, truncated: bool = False) -> Judged:
-    return Judged(text, "7", length, 100, truncated, Verdict(correct))
+def graded(
+    text: str = "", length: int = 1, *, correct: bool = True, truncated: bool = False
+) -> GradedResponse:
+    return GradedResponse(text, "7", length, 100, truncated, Verdict(correct))
 
 
 def test_the_cosine_rewards_ends_and_middles() -> None:
     """The paper's numbers: right 2 to 1, wrong -10 to 0, cut -10; a cosine is half way in the middle, and at
     a third it has gone a quarter of the way."""
-    right = [cosine_length(judged(length=n)) for n in (0, 50, 100)]
+    right = [cosine_length(graded(length=n)) for n in (0, 50, 100)]
     assert right == pytest.approx([2.0, 1.5, 1.0])
-    wrong = [cosine_length(judged(length=n, correct=False)) for n in (0, 50, 100)]
+    wrong = [cosine_length(graded(length=n, correct=False)) for n in (0, 50, 100)]
     assert wrong == pytest.approx([-10.0, -5.0, 0.0])
-    third = Judged("", "7", 30, 90, False, Verdict(True))
+    third = GradedResponse("", "7", 30, 90, False, Verdict(True))
     assert cosine_length(third, correct_short=4.0, correct_long=0.0) == pytest.approx(3.0)
-    assert [cosine_length(judged(truncated=True, correct=c)) for c in (True, False)] == [-10.0, -10.0]
+    assert [cosine_length(graded(truncated=True, correct=c)) for c in (True, False)] == [-10.0, -10.0]
 
 
 @given(st.integers(0, 100), st.booleans(), *[st.floats(-20, 20)] * 4)
@@ -74,7 +76,7 @@ def test_the_cosine_reward_is_the_papers(length, correct, c0, c_long, w0, w_long
     # CosFn(t, T, eta_min, eta_max) = eta_min + (eta_max - eta_min) (1 + cos(t pi / T)) / 2
     low, high = (c_long, c0) if correct else (w_long, w0)
     expected = low + 0.5 * (high - low) * (1.0 + math.cos(length * math.pi / 100))
-    found = cosine_length(judged(length=length, correct=correct), c0, c_long, w0, w_long)
+    found = cosine_length(graded(length=length, correct=correct), c0, c_long, w0, w_long)
     assert found == pytest.approx(expected, abs=1e-12)
     assert min(low, high) - 1e-12 <= found <= max(low, high) + 1e-12
 
@@ -91,12 +93,12 @@ def test_the_cosine_reward_is_the_papers(length, correct, c0, c_long, w0, w_long
     ],
 )
 def test_the_format_of_r1(text: str, expected: float) -> None:
-    assert matches(judged(text)) == expected
+    assert matches(graded(text)) == expected
 
 
 def test_a_pattern_of_ones_own_is_searched_for_across_lines() -> None:
-    assert matches(judged("x START\n\nEND y"), pattern="START.*END") == 1.0
-    assert matches(judged("START"), pattern="^START.+") == 0.0
+    assert matches(graded("x START\n\nEND y"), pattern="START.*END") == 1.0
+    assert matches(graded("START"), pattern="^START.+") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -110,4 +112,4 @@ def test_a_pattern_of_ones_own_is_searched_for_across_lines() -> None:
     ],
 )
 def test_an_answer_where_verifiers_look(text: str, expected: float) -> None:
-    assert boxed_or_answer_line(judged(text)) == expected
+    assert boxed_or_answer_line(graded(text)) == expected

@@ -68,7 +68,7 @@ class Failing(OddText):
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         verdicts = super().verify(items)
         fails = [zlib.crc32((answer + text).encode()) % 3 == 0 for text, answer in items]
-        failed = Verdict(False, error="ConnectionRefusedError: nobody is there", judged=False)
+        failed = Verdict(False, error="ConnectionRefusedError: nobody is there", graded=False)
         return [failed if f else verdict for f, verdict in zip(fails, verdicts, strict=True)]
 
 
@@ -678,17 +678,17 @@ def test_data_sources_have_figures_of_their_own(world):
 
 @pytest.mark.parametrize("advantage", ["group", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("aggregation", ["token", "sample", "constant"])
-def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advantage, aggregation):
-    """Advantages by a loop over the judged ones in float64; weights of tokens those of a batch in which the
+def test_ungraded_responses_leave_the_signal_of_the_others_as_it_is(world, advantage, aggregation):
+    """Advantages by a loop over the graded ones in float64; weights of tokens those of a batch in which the
     others never were."""
-    keys = {"algorithm": {"advantage": advantage, "aggregation": aggregation}, "reward": {"max_unjudged": 1}}
+    keys = {"algorithm": {"advantage": advantage, "aggregation": aggregation}, "reward": {"max_ungraded": 1}}
     settings_ = config(rollout={"prompts": 8, "group_size": 5}, **keys)
     (found,) = run_ranks(world, settings_, 1, steps=1, verifiers=[Failing()])[0]
     step = found
-    kept = [(g, r) for g, group in enumerate(found.groups) for r in group.samples if r.judged]
+    kept = [(g, r) for g, group in enumerate(found.groups) for r in group.samples if r.graded]
     sizes = Counter(g for g, _ in kept)
     assert len(set(sizes.values())) >= 2 and len(kept) < 40, "groups of different sizes are wanted"
-    rows = [i for i, r in enumerate(found.samples) if r.judged]
+    rows = [i for i, r in enumerate(found.samples) if r.graded]
     rows = [i for i, (g, _) in zip(rows, kept, strict=True) if sizes[g] > 1]
     others = sorted(set(range(40)) - set(rows))
     assert step.response_lengths[rows].tolist() == [found.samples[i].num_sampled for i in rows]
@@ -703,7 +703,7 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     advantages = compute(Responses(step["rewards"].double(), step["group_ids"]))
     for i in rows:
         group = found.groups[i // 5]
-        rewards = [r.reward for r in group.samples if r.judged]
+        rewards = [r.reward for r in group.samples if r.graded]
         own_reward, mean = found.samples[i].reward, sum(rewards) / len(rewards)
         deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
         expected = {
@@ -723,42 +723,42 @@ def test_unjudged_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     for name, expected in loss_weights(alone, ids[index], ids[index], settings_).items():
         assert torch.equal(weights[name][index], expected) and not weights[name][others].any()
 
-    judged = [r for r in found.samples if r.judged]
-    assert found.metrics["reward/unjudged"] == pytest.approx(1 - len(judged) / 40)
-    assert found.metrics["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in judged]))
-    assert found.errors["ConnectionRefusedError: nobody is there"] == 40 - len(judged)
+    graded = [r for r in found.samples if r.graded]
+    assert found.metrics["reward/ungraded"] == pytest.approx(1 - len(graded) / 40)
+    assert found.metrics["reward/accuracy"] == pytest.approx(np.mean([r.correct for r in graded]))
+    assert found.errors["ConnectionRefusedError: nobody is there"] == 40 - len(graded)
 
 
-def test_too_many_unjudged_responses_end_the_run_on_every_rank(world):
+def test_too_many_ungraded_responses_end_the_run_on_every_rank(world):
     for error in run_ranks(world, config(rollout={"prompts": 8}), 2, 1, verifiers=[Failing(), Failing()]):
         assert isinstance(error, ConfigError) and "\n" not in str(error)
-        assert re.match(r"reward\.max_unjudged: \d+ of 24 responses of a step were not graded", str(error))
+        assert re.match(r"reward\.max_ungraded: \d+ of 24 responses of a step were not graded", str(error))
         assert str(error).endswith("of them: ConnectionRefusedError: nobody is there")
 
 
-def test_groups_with_fewer_than_two_judged_responses_are_not_kept(world):
+def test_groups_with_fewer_than_two_graded_responses_are_not_kept(world):
     """Where groups are filtered, others are drawn in their place."""
     dynamic = {"enabled": True, "max_batches": 20, "by": "score"}
-    keys = {"rollout": {"prompts": 4, "dynamic_sampling": dynamic}, "reward": {"max_unjudged": 1}}
+    keys = {"rollout": {"prompts": 4, "dynamic_sampling": dynamic}, "reward": {"max_ungraded": 1}}
     (found,) = run_ranks(world, config(**keys), 1, steps=1, verifiers=[Failing()])[0]
     assert len(found.groups) == 4 and found.metrics["rollout/prompts"] > 4
     assert all(len(group.counted) >= 2 for group in found.groups)
 
 
-def test_unjudged_problems_count_in_no_score(world):
+def test_ungraded_problems_count_in_no_score(world):
     _, tokenizer, problems = world
     result = run_ranks(
         world, config(), 1, 0, verifiers=[Failing()], act=lambda s: evaluate(s, [ProblemSet(problems, 2)])
     )[0]
     answers = list(result.answers(tokenizer))
-    failed = {a["uid"] for a in answers if not a["judged"]}
-    judged = [a for a in answers if a["uid"] not in failed]
+    failed = {a["uid"] for a in answers if not a["graded"]}
+    graded = [a for a in answers if a["uid"] not in failed]
     stats = result.stats()
     assert 0 < len(failed) < 9
-    assert (stats["eval/unjudged"], stats["eval/problems"]) == (len(failed), 9 - len(failed))
-    assert stats["eval/avg"] == pytest.approx(np.mean([a["correct"] for a in judged]))
+    assert (stats["eval/ungraded"], stats["eval/problems"]) == (len(failed), 9 - len(failed))
+    assert stats["eval/avg"] == pytest.approx(np.mean([a["correct"] for a in graded]))
     assert result.headline.scores()["avg@2"]["mean"] == pytest.approx(stats["eval/avg"])
-    assert result.headline.counts()["unjudged"] == sum(not a["judged"] for a in answers)
+    assert result.headline.counts()["ungraded"] == sum(not a["graded"] for a in answers)
 
 
 def test_sets_of_problems(world):

@@ -162,19 +162,19 @@ def test_the_limit_stops_with_a_message_where_asked():
 
 
 @pytest.mark.parametrize(
-    ("error", "judged", "kind", "message"),
+    ("error", "graded", "kind", "message"),
     [
         ("TypeError: no", False, ConfigError, "reward.verifier: it failed on every answer of 8 prompts: T"),
         ("rollout.agent: KeyError: 'x'", False, ConfigError, "rollout.agent: KeyError: 'x' (and no response"),
         ("rollout.tools: a tool failed: no", True, DataError, "rollout.dynamic_sampling.max_batches: after"),
     ],
 )
-def test_the_limit_names_who_has_failed(error, judged, kind, message):
-    """The verifier where nobody was judged and nobody else is named; what the policy has brought about ends
+def test_the_limit_names_who_has_failed(error, graded, kind, message):
+    """The verifier where nobody was graded and nobody else is named; what the policy has brought about ends
     the run as wrong answers do."""
     config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
     collector = GroupCollector(4, config)
-    failed = [structs.replace(response, error=error, judged=judged) for response in group(0, 0).samples]
+    failed = [structs.replace(response, error=error, graded=graded) for response in group(0, 0).samples]
     with pytest.raises(kind) as caught:
         while n := collector.next_batch():
             collector.offer([replace(group(i, 0), samples=failed) for i in range(n)])
@@ -301,8 +301,8 @@ def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
     """As with T-PPO's windows, of which one may be there without the others of its prompt."""
     groups = [group(1, 1), group(2, 1)]
     for number, only in zip((0, 1), ({0}, {1, 2}), strict=True):
-        judged = [structs.replace(r, judged=i in only) for i, r in enumerate(groups[number].samples)]
-        groups[number] = replace(groups[number], samples=judged)
+        graded = [structs.replace(r, graded=i in only) for i, r in enumerate(groups[number].samples)]
+        groups[number] = replace(groups[number], samples=graded)
     compared = AlgorithmConfig(advantage=advantage).compares
     batch = make_rollout_batch(groups, compared=compared)
     assert batch.response_lengths.tolist() == counts

@@ -136,7 +136,7 @@ def test_an_old_checkpoint_is_read_and_written_with_the_same_keys() -> None:
     assert (first.correct, first.extracted, first.score, first.terms) == (True, "3", 1.0, {"short": 0.5})
     assert (first.reward, first.overlong_penalty, first.turns, first.calls) == (0.75, -0.25, 2, 1)
     assert (first.has_turn_rewards, first.experts_format) == (True, ("uint8", (1, 2)))
-    assert (second.is_truncated, second.judged, second.error) == (True, False, "timeout after 10 s")
+    assert (second.is_truncated, second.graded, second.error) == (True, False, "timeout after 10 s")
     assert loaded.partials == {
         3: TokenData(
             [8, 9],

@@ -200,12 +200,12 @@ def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
 
 def test_the_batch_tells_windows_apart(drawn: Any) -> None:
     steps, _, batches = drawn
-    assert "begun" not in batches[0] or not batches[0]["begun"].any()
+    assert "prefix_tokens" not in batches[0] or not batches[0]["prefix_tokens"].any()
     for number, (rows, batch) in enumerate(zip(steps, batches, strict=True)):
-        if "begun" not in batch:
+        if "prefix_tokens" not in batch:
             assert all(not one.begun and one.finish != "window" for one in rows)
             continue
-        assert batch["begun"].tolist() == [one.begun for one in rows]
+        assert batch["prefix_tokens"].tolist() == [one.begun for one in rows]
         assert batch["unfinished"].tolist() == [one.finish == "window" for one in rows]
         assert batch["rewards"].tolist() == [one.reward for one in rows]
         expected = []

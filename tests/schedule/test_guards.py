@@ -54,8 +54,8 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
         line == "every response has an error; the most frequent: TypeError: getcwd() takes no arguments "
         "(1 of at most 2 steps in a row)"
     )
-    assert guards.count_ungraded({"reward/unverified": 7 / 8, "reward/unjudged": 0.0}, errors) == []
-    (line,) = guards.count_ungraded({"reward/unverified": 7 / 8, "reward/unjudged": 0.125}, errors)
+    assert guards.count_ungraded({"reward/unverified": 7 / 8, "reward/ungraded": 0.0}, errors) == []
+    (line,) = guards.count_ungraded({"reward/unverified": 7 / 8, "reward/ungraded": 0.125}, errors)
     assert line.startswith(
         "12.5% of the responses could not be graded and are left out; the most frequent failure: "
     )

@@ -251,7 +251,7 @@ def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, t
 
 def batch_of_turns(rank: int) -> RolloutBatch:
     """What a rank of two has of five responses to one prompt of two tokens, with observations at their
-    begin and between; the third was not judged."""
+    begin and between; the third was not graded."""
     g, observed = torch.Generator().manual_seed(3), ((), (1, 2), (), (0, 3), (4,))
     sizes = [3, 5, 0, 6, 7]
     whole = TrainBatch.build([[1, 2]] * 5, [torch.randint(3, 99, (n,), generator=g).tolist() for n in sizes])

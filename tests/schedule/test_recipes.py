@@ -103,12 +103,12 @@ def test_a_teacher(warm: Path, tmp_path: Path) -> None:
         records = train(warm, "dapo", tmp_path / name, *common, *layout)
         [first, _] = [record for record in records if record["stage"] == "train"]
         batch = first_batch(tmp_path / name)
-        ends, mask, judged = batch.cu_seqlens.tolist(), batch.response_mask, torch.zeros(batch.num_tokens)
+        ends, mask, graded = batch.cu_seqlens.tolist(), batch.response_mask, torch.zeros(batch.num_tokens)
         with torch.no_grad():
             for a, b in pairwise(ends):
                 logprobs = model(batch.tokens[a:b][None]).logits[0, :-1].log_softmax(-1)
-                judged[a + 1 : b] = logprobs.gather(1, batch.tokens[a + 1 : b, None])[:, 0]
-        kl = float((batch["engine_logprobs"] - judged)[mask].double().mean())
+                graded[a + 1 : b] = logprobs.gather(1, batch.tokens[a + 1 : b, None])[:, 0]
+        kl = float((batch["engine_logprobs"] - graded)[mask].double().mean())
         assert kl > 1 and first["policy/teacher_kl"] == pytest.approx(kl, abs=1e-3)
 
 

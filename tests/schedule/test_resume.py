@@ -745,7 +745,7 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
 def test_how_the_work_is_laid_out_may_change(folder: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     engine = {key: changed[key] for key in ("engine",) if key in changed}
     begun = make_config(folder, tmp_path, rollout={**engine, "urls": ("http://a:1",)} if engine else {})
-    config = make_config(folder, tmp_path, rollout=changed, reward={"max_unjudged": 0.5})
+    config = make_config(folder, tmp_path, rollout=changed, reward={"max_ungraded": 0.5})
     check_continues(config, made(tmp_path, 1, list_fixed_settings(begun)))
 
 

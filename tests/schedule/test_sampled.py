@@ -95,7 +95,7 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
     # Nor what an earlier step drew, whose advantages the batch has not.
-    batch["begun"], batch["values"] = torch.tensor([2]), torch.ones(8)
+    batch["prefix_tokens"], batch["values"] = torch.tensor([2]), torch.ones(8)
     batch["advantages"] = batch["advantages"] * (torch.arange(8) > 3)
     [found] = add_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)
     assert found.advantages == [None, None, None, None, 6, 7] and found.advantage_mean == 6.5

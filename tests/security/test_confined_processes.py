@@ -239,7 +239,7 @@ def verifier(response, answer):
     with VerifierPool("forging_module:verifier", timeout=30) as pool:
         for text in ("[" * 60_000, '[true, "x", null, "abc", {}, true]', "[true, null, null, NaN, {}, true]"):
             (verdict,) = pool.verify([(text, "")])
-            assert not verdict.correct and verdict.judged
+            assert not verdict.correct and verdict.graded
 
 
 def test_keys_in_the_home_folder_are_hidden_from_there_too(

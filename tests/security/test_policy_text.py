@@ -76,7 +76,7 @@ def test_answers_are_not_run(rows: dict[str, list[Any]], task: str, tmp_path: Pa
         text = payload.format(str(marker))
         verdict = verify(f"<answer>{text}</answer>", rows[task][0].entry)
         assert not marker.exists(), text
-        assert not verdict.correct and verdict.judged and (verdict.score or 0) < 0.1, (text, verdict)
+        assert not verdict.correct and verdict.graded and (verdict.score or 0) < 0.1, (text, verdict)
     code = verify("<answer>open('taken', 'w')</answer>", rows[task][0].entry)
     assert code.error == f"{task}: the answer is code (Call), which is not run"
 
@@ -131,7 +131,7 @@ def test_answers_that_would_eat_time_or_memory(rows: dict[str, list[Any]], task:
     from megarl_tasks.gym_scorer import verify
 
     verdict = verify(f"<answer>{answer}</answer>", rows[task][0].entry)
-    assert not verdict.correct and verdict.judged
+    assert not verdict.correct and verdict.graded
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ablations' task: that it is decided early and judged late, that the habit is as frequent as what is
+"""The ablations' task: that it is decided early and graded late, that the habit is as frequent as what is
 right, and no leaks."""
 
 from __future__ import annotations

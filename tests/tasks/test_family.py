@@ -81,7 +81,7 @@ def test_lengths_are_those_of_the_tokenizer(drawn: tuple[Knobs, int]) -> None:
 
 
 @given(knobs_and_seed)
-def test_work_without_mistakes_is_judged_right(drawn: tuple[Knobs, int]) -> None:
+def test_work_without_mistakes_is_graded_right(drawn: tuple[Knobs, int]) -> None:
     knobs = drawn[0].model_copy(update={"ways": ((1.0, 0.0),), "bare": 0.0, "ramble": 0.0})
     rng = random.Random(drawn[1])
     problem = family.sample_problem(rng, knobs)

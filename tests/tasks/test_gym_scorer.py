@@ -45,14 +45,14 @@ def test_scores_in_the_pool(rows: dict[str, GymRow]) -> None:
     right, (partly, untagged, by_dapo) = verdicts[: len(items)], verdicts[len(items) :]
     assert [(one.correct, one.score, one.error) for one in right] == [(True, 1.0, None)] * len(items)
     assert right[0].extracted == rows["lcm"].answer and with_terms.correct
-    assert not partly.correct and partly.score is not None and 0 < partly.score < 1 and partly.judged
+    assert not partly.correct and partly.score is not None and 0 < partly.score < 1 and partly.graded
     assert partly.reward(1.0, 0.0) == partly.score
-    assert (untagged.correct, untagged.score, untagged.extracted, untagged.judged) == (False, 0.0, None, True)
+    assert (untagged.correct, untagged.score, untagged.extracted, untagged.graded) == (False, 0.0, None, True)
     assert by_dapo.correct and by_dapo.score is None and by_dapo.reward(1.0, -1.0) == 1.0
 
 
 def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
-    """Of an answer that a policy wrote: wrong, or it would learn to write such. Of any: nobody has judged."""
+    """Of an answer that a policy wrote: wrong, or it would learn to write such. Of any: nobody has graded."""
     row = rows["prime_factorization"]
     broken = {**json.loads(row.entry), "entry": {}}
     with VerifierPool("dapo", own=[VERIFIER]) as pool:
@@ -62,11 +62,11 @@ def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
                 (f"<answer>{row.answer}</answer>", reference_to(row.answer, json.dumps(broken))),
             ]
         )
-    assert not refused.correct and refused.judged and refused.extracted == "two"
+    assert not refused.correct and refused.graded and refused.extracted == "two"
     assert refused.error and refused.error.startswith(
         "prime_factorization: its scorer refuses the answer: ValueError:"
     )
-    assert not failed.judged and failed.error == "KeyError: 'answer'"
+    assert not failed.graded and failed.error == "KeyError: 'answer'"
 
 
 def test_entries_as_they_were(rows: dict[str, GymRow]) -> None:
@@ -119,7 +119,7 @@ def test_answers_are_extracted_as_by_reasoning_gym(pieces: list[str]) -> None:
 @pytest.mark.timeout(1200)
 def test_every_task() -> None:
     """All that are registered: the same rows twice, the known answer right, no score outside 0 and 1, and no
-    answer that a scorer would leave unjudged."""
+    answer that a scorer would leave ungraded."""
     from megarl_tasks.gym_scorer import make_task, tasks_by_kind, unpack_entry, verify
 
     names = [name for names in tasks_by_kind().values() for name in names]

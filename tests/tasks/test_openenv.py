@@ -143,7 +143,7 @@ def test_actions_that_the_policy_writes() -> None:
     ],
 )
 def test_a_server_that_fails_in_the_middle(said: str, why: str) -> None:
-    """Nobody has judged; other episodes go on, and so does the process."""
+    """Nobody has graded; other episodes go on, and so does the process."""
 
     async def job(server: Server, pool: ToolPool) -> Result[Answer]:
         before = await pool.step(2, {}, 1, ["one"])
@@ -152,13 +152,13 @@ def test_a_server_that_fails_in_the_middle(said: str, why: str) -> None:
         failed = await pool.step(1, {}, 7, ["one", said])
         assert (await pool.step(2, {}, 1, ["one"])) == before and pool.pids == pids
         if said != "hang":
-            assert not (await pool.verdict(1, {}, 7, ["one", said])).judged
+            assert not (await pool.verdict(1, {}, 7, ["one", said])).graded
         await until(lambda: server.open == 1)
         return failed
 
     failed = play(job, seconds=8.0 if said == "hang" else 20.0)
     begin, end = why.split("http://{}")
-    assert failed.error and not failed.judged
+    assert failed.error and not failed.graded
     assert failed.error.startswith(f"{PATH}: {begin}http://127.0.0.1:") and failed.error.endswith(end)
 
 
@@ -195,10 +195,10 @@ def test_a_server_that_is_not_there() -> None:
         return await pool.step(1, {}, 7, [])
 
     failed = play(job, url="http://127.0.0.1:9")
-    assert failed.error and "127.0.0.1:9" in failed.error and not failed.judged
+    assert failed.error and "127.0.0.1:9" in failed.error and not failed.graded
     missing = play(job, observation="text")
     assert missing.error and "there is no 'text' (there is: said, size)" in missing.error
-    assert not missing.judged
+    assert not missing.graded
 
 
 def test_the_extra_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

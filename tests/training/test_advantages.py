@@ -246,8 +246,8 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
             found[i]["advantages"] = [next(whitened) for _ in found[i]["advantages"]]
     teacher, weight = batch["teacher"].tolist(), algorithm.get("teacher", 0.0)
     for i, span in enumerate(spans):
-        judged = [weight * (teacher[t] - old[t]) if weight and i % 4 != 3 else 0.0 for t in span]
-        found[i]["advantages"] = [a + b for a, b in zip(found[i]["advantages"], judged, strict=True)]
+        graded = [weight * (teacher[t] - old[t]) if weight and i % 4 != 3 else 0.0 for t in span]
+        found[i]["advantages"] = [a + b for a, b in zip(found[i]["advantages"], graded, strict=True)]
     return found
 
 
@@ -351,7 +351,7 @@ WINDOWED: dict[str, Any] = {
 def make_windows() -> TrainBatch:
     """Of the batch's responses the last 1 to 4 tokens are new; every third goes on."""
     batch = make_batch()
-    batch["begun"] = (batch.response_lengths - 1 - torch.arange(12) % WINDOW).clamp(min=0)
+    batch["prefix_tokens"] = (batch.response_lengths - 1 - torch.arange(12) % WINDOW).clamp(min=0)
     batch["unfinished"] = torch.arange(12) % 3 == 2
     batch["rewards"] = batch["rewards"].masked_fill(batch["unfinished"], 0.0)
     batch["correct"] &= ~batch["unfinished"]
@@ -400,7 +400,7 @@ def test_windows_equal_the_loop_on_every_layout(
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
         start += 2
         goes_on, reward = i % 3 == 2, batch["rewards"][i].item()
-        first, length = start + int(batch["begun"][i]), end - start
+        first, length = start + int(batch["prefix_tokens"][i]), end - start
         lam = max(0.3, 1 - 1 / (0.25 * (length + goes_on * WINDOW // 2)))
         lambdas.append(lam)
         advantage, later = [0.0] * length, 0.0
@@ -418,7 +418,7 @@ def test_windows_equal_the_loop_on_every_layout(
         errors += [] if goes_on else zip(values[start:end], returns, strict=True)
     mean, deviation = statistics.fmean(counted), statistics.stdev(counted)
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
-        first, last = int(batch["begun"][i]), end - start - 2 - (i % 3 == 2)
+        first, last = int(batch["prefix_tokens"][i]), end - start - 2 - (i % 3 == 2)
         advantage = expected[i]["advantages"]
         advantage[first:last] = [(x - mean) / deviation for x in advantage[first:last]]
     for layout in ((1, 1, 1), (1, 1, 2), (1, 2, 1)):

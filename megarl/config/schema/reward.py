@@ -23,7 +23,7 @@ class RewardTerm(Section):
 
     function: str = field(
         ...,
-        "`module:function`, called as f(response, **arguments) with a `megarl.rewards.Judged`; "
+        "`module:function`, called as f(response, **arguments) with a `megarl.rewards.GradedResponse`; "
         "returns a finite number (megarl/rewards/shaping.py has some)",
     )
     weight: float = field(1.0, "factor of its value; 0: only measured")
@@ -68,7 +68,7 @@ class RewardConfig(Section):
         "permissions of your own verifiers and terms, as in rollout.turns.sandbox; megarl's own can only "
         "calculate (docs/verifiers.md)",
     )
-    max_unjudged: float = field(
+    max_ungraded: float = field(
         0.1,
         "largest share of a step's responses without a verdict, because the verifier's process, function or "
         "service failed; such responses are left out; the run ends above this share",
