@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -35,6 +36,11 @@ KINDS = {
     Path: "path",
     type(None): "null",
 }
+
+PAGE_OF_KEYS = """# Keys of a configuration
+
+All keys with their defaults, printed by `megarl config docs --markdown`. [configuration.md](configuration.md)
+explains how the layers of a configuration are combined. A default in brackets is that of a recipe."""
 
 app = Typer(help="Print, validate or explain a configuration.")
 
@@ -93,28 +99,58 @@ def describe_stage(config: Config, stage: str) -> str:
 
 
 @app.command()
-def docs() -> int:
+def docs(
+    markdown: Annotated[bool, Option("--markdown", help="Print tables for docs/keys.md.")] = False,
+) -> int:
     """List every key with its meaning, unit, default and the source of the default."""
+    described = [describe_key(key, field) for key, field in documented()]
+    if markdown:
+        print("\n".join(key_tables(described)))
+        return 0
+    for row in described:
+        default = row.default if row.default.startswith("required") else f"default {row.default}"
+        print(f"{row.key}\n    {row.meaning}\n    {row.values}; {default}; source: {row.source}")
+    return 0
 
+
+class KeyDescription(NamedTuple):
+    key: str
+    meaning: str
+    values: str  # type and unit
+    default: str  # of the schema, and of recipes that set another one
+    source: str  # of the default
+
+
+def key_tables(described: Iterable[KeyDescription]) -> Iterator[str]:
+    """Yield the lines of docs/keys.md, one table a section."""
+    yield PAGE_OF_KEYS
+    for section, rows in groupby(described, lambda row: row.key.rpartition(".")[0].partition(".")[0]):
+        yield f"\n## {section or 'The run'}\n"
+        yield "| key | meaning | value | default | source |"
+        yield "|---|---|---|---|---|"
+        for row in rows:
+            cells = [cell.replace("|", "\\|").replace("<", "&lt;") for cell in row[1:]]
+            yield f"| {' | '.join([f'`{row.key}`', *cells])} |"
+
+
+def describe_key(key: str, field: FieldInfo) -> KeyDescription:
     def yaml(value: Any) -> str:
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(yaml, value))}]"
         return dump_yaml({"": value}).partition(":")[2].strip()
 
-    for key, field in documented():
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        kind = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
-        default = "required" if field.is_required() else f"default {yaml(field.default)}"
-        by_recipe = []
-        for recipe, preset in (PRESETS | {"with schedule.ahead": AHEAD_PRESET}).items():
-            value: Any = preset
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                by_recipe.append(f"{recipe} {yaml(value)}")
-        default += f" ({', '.join(by_recipe)})" if by_recipe else ""
-        print(f"{key}\n    {field.description}\n    {kind}; {default}; source: {extra.get('source')}")
-    return 0
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    values = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
+    by_recipe = []
+    for recipe, preset in (PRESETS | {"with schedule.ahead": AHEAD_PRESET}).items():
+        value: Any = preset
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            by_recipe.append(f"{recipe} {yaml(value)}")
+    default = "required" if field.is_required() else yaml(field.default)
+    default += f" ({', '.join(by_recipe)})" if by_recipe else ""
+    return KeyDescription(key, str(field.description), values, default, str(extra.get("source")))
 
 
 def documented() -> Iterator[tuple[str, FieldInfo]]:

@@ -82,7 +82,10 @@ def test_named_functions_and_tests_exist(page: Path) -> None:
         ), f"{file}::{name}"
 
 
-@pytest.mark.parametrize("page", PAGES + EVIDENCE, ids=lambda page: page.name)
+WRITTEN = [page for page in PAGES if page.name != "keys.md"]  # that page is printed from the schema
+
+
+@pytest.mark.parametrize("page", WRITTEN + EVIDENCE, ids=lambda page: page.name)
 def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
     text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
@@ -379,3 +382,9 @@ def test_own_task_trains(own_task: Path) -> None:
     records = [json.loads(line) for line in (own_task / "runs/sums/metrics.jsonl").read_text().splitlines()]
     assert [record["stage"] for record in records] == ["eval", "train", "eval"]
     assert records[1]["reward/unverified"] == 0
+
+
+def test_the_page_of_keys_is_printed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "docs", "--markdown"]) == 0
+    page = (ROOT / "docs" / "keys.md").read_text()
+    assert page == capsys.readouterr().out, "write it again: megarl config docs --markdown > docs/keys.md"
