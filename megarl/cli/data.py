@@ -1,4 +1,4 @@
-"""`megarl data show`: print the prompts that the model will read."""
+"""`megarl data show`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.text import printable
 if TYPE_CHECKING:
     from megarl.data.prompts import ReadReport
 
-Example = tuple[tuple[int, ...], str, str]  # tokens of a prompt, a note, the following text
+Example = tuple[tuple[int, ...], str, str]  # prompt tokens, note, following text
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 
@@ -97,7 +97,7 @@ def _read_prompts(
     sets: list[ProblemSet] = []
     if config.data.has_gym and not held_out:  # whose rows data.eval excludes
         sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-    # MCP servers are commands: only --mcp starts them.
+    # MCP servers are commands, so only --mcp starts them.
     skipped = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
     tools = schemas(tool for tool in config.rollout.tools if tool not in skipped)
     for server in skipped:

@@ -7,7 +7,7 @@ Other packages add commands by entry points of the group `megarl.commands`; `dat
 To list commands Typer would import all, which is slow and fails if one package is broken. So `Words` imports
 a command when it is called, and `summary` reads help texts from source.
 
-docs/reliability.md lists the exit codes."""
+docs/public_api.md lists the exit codes."""
 
 from __future__ import annotations
 

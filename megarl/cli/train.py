@@ -132,7 +132,7 @@ def lease_of_run(
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
-    """Return a stop request for signals, unless nothing is saved, and the time limit."""
+    """Return a stop request for the time limit, and for signals if the run has checkpoints."""
     checkpoint = config.checkpoint
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
