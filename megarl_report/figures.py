@@ -110,7 +110,7 @@ def draw_rewards(runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Plot the shares of groups that are kept, all wrong or all right; of several runs without all wrong."""
+    """Plot the shares of groups that are kept, all wrong (of one run only) and all right."""
 
     def shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get(TRAIN, {}).items()
@@ -237,7 +237,7 @@ def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
 
 
 def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Return heads and rows of a table: share of each rank's time that it waited, by phase."""
+    """Return a table's heads and rows: the share of each rank's time that it waited, by phase."""
     waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share
     for rank, phases in run.timeline.items():
         total = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0

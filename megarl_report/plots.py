@@ -20,7 +20,7 @@ from megarl.observe.terminal import format_count
 WIDTH, HEIGHT = 352, 216  # points
 FONT = 10.5
 INK, MUTED, GRID = "#1d2530", "#6a7686", "#e2e6eb"
-# templates/style.css.j2 has those for a dark background.
+# Series colours; templates/style.css.j2 has those for a dark background.
 COLOURS = (
     *("#2b6cd4", "#d2612a", "#15936a", "#9b4fc0", "#b58209"),
     *("#cf3f6f", "#0d8ba3", "#6b7a3a", "#7d5a45", "#52617a"),
@@ -199,7 +199,7 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
     steps = [step for line in lines for step in line.points]
     finish(axes, xlabel, limits, log, (min(steps), max(steps)))
 
-    # Texts are at the height of their values, moved if they would touch.
+    # Move texts that would touch away from their values.
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0, end))[1]) for end in ends]
     gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(ends))

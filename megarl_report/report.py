@@ -157,9 +157,9 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 
 def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
-    """Return a table of each evaluation set and data source.
+    """Return a table of evaluation sets and data sources.
 
-    It has the first and last evaluation, and means over the last tenth of the training steps."""
+    It has the first and last evaluation, and means over the last tenth of training steps."""
     steps = run.by_stage.get(TRAIN, {})
     last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
@@ -248,10 +248,9 @@ def pick_steps(steps: Sequence[int]) -> dict[str, int]:
 
 
 def choose_shown_samples(run: RecordedRun) -> dict[str, Any]:
-    """Return the shown samples by step and prompt: early, middle, late, and `more`.
+    """Return the shown samples by step and prompt, preferably training steps with tokens.
 
-    Prefers training steps, and steps with tokens. scales: advantage or value -> size at the strongest
-    colour, which 2 % of the tokens exceed."""
+    scales: advantage or value -> size of the strongest colour, which 2 % of the tokens exceed"""
     by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)

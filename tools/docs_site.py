@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def linked_sources(file: File) -> list[str]:
-    """Return existing files that a page links, without pages and docs/."""
+    """Return existing files outside PAGES and docs/ that a page links."""
     here = repository_path(file.src_uri)
     found = (resolve(here, link[1]) for link in LINK.finditer(FENCE.sub("", file.content_string)))
     return [path for path in found if site_path(path).startswith("source/") and (ROOT / path).exists()]
@@ -76,9 +76,7 @@ def site_path(path: str) -> str:
         return PAGES[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    names = (
-        name.lstrip(".") for name in path.split("/")
-    )  # mkdocs ignores hidden files
+    names = (name.lstrip(".") for name in path.split("/"))  # mkdocs ignores hidden files
     return f"source/{'/'.join(names)}.txt"
 
 

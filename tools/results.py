@@ -2,13 +2,12 @@
 """Train a pretrained model with several recipes and seeds, and compare the held-out curves.
 
     make results MODEL=smollm2                              # VAPO, DAPO, GRPO, PPO: all missing runs
-    make results MODEL=smollm2 TABLE=vapo                   # VAPO without one of its techniques
     make results MODEL=smollm2 TABLE=methods ARGS=--tune    # find the learning rates of nine methods
     make results MODEL=smollm2 TABLE=methods                # the nine methods with these rates
-    make results MODEL=smollm2 ARGS='--check vapo-1'        # repeat a run and compare the curves
 
 The same command continues an interrupted run from its checkpoint. Curves of finished runs are JSON files in
-docs/evidence/results/MODEL. configs/results/MODEL.table.yaml lists tables and rows.
+docs/evidence/results/MODEL. configs/results/MODEL.table.yaml lists tables and rows. docs/real_model.md
+explains them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megarl_experiments.held_out import Curve
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
 SEEDS = (1, 2, 3)
-RATES = (5e-6, 1e-5, 2e-5)  # that --tune tries, with seed 0, which no table uses
+RATES = (5e-6, 1e-5, 2e-5)  # learning rates that --tune tries, with a seed outside SEEDS
 TUNING = ("checkpoint.every=0", "checkpoint.export_hf=false")
 
 
@@ -104,9 +103,9 @@ def processor() -> str:
 
 
 def precision(committed: Path) -> str:
-    """Return the committed runs' precision (warning if it is slow here), else the faster of bf16 and fp32.
+    """Return the committed runs' precision, and warn if this processor is slow in it.
 
-    bf16 counts as faster from twice the speed of fp32's matrix products."""
+    Without committed runs: bf16 if its matrix products are more than twice as fast as fp32's."""
     rates = matrix_rates(min(2, cores()))
     for path in sorted(committed.glob("*-*.json")):
         shared = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
@@ -263,7 +262,7 @@ def arguments() -> argparse.Namespace:
 
 
 def results(given: argparse.Namespace) -> None:
-    """Tune learning rates, check one run, or make a table's missing runs and its figures."""
+    """Tune, check one run, or make a table's missing runs and its figures."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     out = ROOT / "docs" / "evidence" / "results" / given.model
     table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"

@@ -1,6 +1,6 @@
 """Print the size of each package, and figures that should stay small with their targets.
 
-    python tools/size.py --step  # also list the files whose functions are called in the demo's second step
+python tools/size.py --step  # also list the files whose functions are called in the demo's second step
 """
 
 from __future__ import annotations

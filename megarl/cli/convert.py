@@ -121,7 +121,7 @@ def _torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Run a conversion, alone or under torchrun, whose first process prints the result."""
+    """Run a conversion, alone or under torchrun, and print the result once."""
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher

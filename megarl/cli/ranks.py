@@ -30,7 +30,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Check packages and launcher before a command imports Megatron, for errors of one line."""
+    """Check packages and launcher before a command imports Megatron."""
 
     @wraps(command)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -137,7 +137,7 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process must start the ranks: several, and not torchrun's."""
+    """Return whether there are several ranks that torchrun has not started."""
     from megarl.parallel.launch import count_local_ranks
     from megarl.parallel.runtime import is_launched
 

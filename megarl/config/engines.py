@@ -37,7 +37,7 @@ class EngineEntry:
     implementation  module:class
     package         package that it needs
     install         command that installs it
-    import_test     statement that fails if it is broken"""
+    import_test     statement that raises if it is broken"""
 
     implementation: str
     capabilities: EngineCapabilities = EngineCapabilities()

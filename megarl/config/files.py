@@ -78,7 +78,7 @@ def fsync(path: Path) -> None:
 
 
 def describe_error(error: OSError) -> str:
-    """Return e.g. `No space left on device`."""
+    """Return the system's message, e.g. `No space left on device`."""
     return error.strerror or str(error) or type(error).__name__
 
 

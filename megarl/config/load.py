@@ -1,4 +1,4 @@
-"""Load a Config from YAML files and dotted overrides, with one-line errors.
+"""Load a Config from YAML files and dotted overrides.
 
 Later wins: presets, files named by `base:` (parents first), the file itself, overrides."""
 
@@ -142,7 +142,7 @@ def _read(path: Path, whose: str) -> Layer:
 def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[Layer]:
     """Read a file and its bases, parents first.
 
-    root: replaces the file without a base. named_by: files that led here, to detect cycles."""
+    root: replaces the file without a base. named_by: files that led here"""
     if any(path.resolve() == earlier.resolve() for earlier in named_by):
         circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
@@ -211,9 +211,7 @@ PLAINER = {  # pydantic's error type -> our message
 
 
 def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) -> str:
-    """Return the first problem as one line, with its place and the number of other wrong keys.
-
-    path: shown as the place of missing keys."""
+    """Return the first problem with its place and the number of others. path: place of missing keys."""
     problems = error.errors(include_url=False)
     keys = [_key(problem["loc"]) for problem in problems]
     key, first = keys[0], problems[0]

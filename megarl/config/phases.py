@@ -284,7 +284,7 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("actor_update", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("actor_update", reads="entropy_weights", when=filters_entropy),
     Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
-    # seeds of a random choice of tokens
+    # seeds of a random choice
     Columns(
         "actor_update",
         reads="group_ids response_index",
@@ -317,9 +317,7 @@ def select_stages(config: Config) -> tuple[str, ...]:
 
 
 def select_phases(config: Config, stage: str | None = None, *, first_step: bool = False) -> tuple[Phase, ...]:
-    """Return the phases of a step in order, with their columns.
-
-    stage: default: the main one. first_step: the first after the program started"""
+    """Return the phases of a step in order, with their columns. Default: a later step of the main stage."""
     stage = config.main_stage if stage is None else stage
     if stage == PRETRAINING and not config.has_critic:
         return ()

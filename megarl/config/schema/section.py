@@ -74,7 +74,7 @@ class Section(BaseModel):
             raise ValueError("must not hold a NUL character")
         if Path not in kinds:
             return value
-        # A shell does not expand the ~ of `model.path=~/x`.
+        # Shells do not expand the ~ of `model.path=~/x`.
         paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
         if isinstance(value, dict):
             return dict(zip(value, paths, strict=True))
