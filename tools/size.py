@@ -69,7 +69,7 @@ def longest(package: Path, kinds: tuple[type[ast.AST], ...]) -> tuple[int, str]:
 
 
 def path_of_a_prompt(page: str) -> tuple[set[str], set[str]]:
-    """Return files and sample types of the design page's table "From a prompt to its gradient"."""
+    """Return the files and the sample types in the design page's table "From a prompt to its gradient"."""
     section = page.partition("\n## From a prompt to its gradient\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| [")]
     files = {name for row in rows for cell in row[:2] for name in re.findall(r"\(\.\./megarl/(\S+?)\)", cell)}

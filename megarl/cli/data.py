@@ -97,7 +97,7 @@ def _read_prompts(
     sets: list[ProblemSet] = []
     if config.data.has_gym and not held_out:  # whose rows data.eval excludes
         sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
-    # MCP servers are commands, so only --mcp starts them.
+    # MCP servers are commands: only --mcp starts them.
     skipped = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
     tools = schemas(tool for tool in config.rollout.tools if tool not in skipped)
     for server in skipped:

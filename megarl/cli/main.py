@@ -98,7 +98,7 @@ class Words(TyperGroup):
         if not _added() and cmd_name not in self.commands:
             from megarl.config.plugins import plugin
 
-            # Raises: megarl is older than its entry points.
+            # Raises ConfigError: megarl is older than its entry points.
             plugin(GROUP, "-".join(filter(None, (self.word, cmd_name))))
         known: Any = dict.fromkeys(self.list_commands(ctx))
         self.commands = known  # for suggestions in the error

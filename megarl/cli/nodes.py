@@ -75,7 +75,7 @@ def preflight(
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:
-    """Return bytes of a node's memory and of disk."""
+    """Return the bytes of a node's memory and of disk that a run needs."""
     from megarl.plan.disk import disk_bytes
     from megarl.plan.host import node_bytes
     from megarl.plan.inputs import make_plan_inputs

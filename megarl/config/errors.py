@@ -26,7 +26,7 @@ class ConfigError(MegarlError):
 
 
 class DataError(MegarlError):
-    """A data file is missing, malformed, or has no usable rows."""
+    """A file of data or of a run is missing, damaged, or has no usable rows."""
 
 
 class CheckpointError(MegarlError):
@@ -34,7 +34,7 @@ class CheckpointError(MegarlError):
 
 
 class StorageError(MegarlError):
-    """A required file cannot be written."""
+    """A required file cannot be read or written, e.g. as the disk is full."""
 
 
 class LeaseError(MegarlError):
@@ -66,13 +66,13 @@ class EngineFailure(EngineError):
 
 
 class WaitTimeout(MegarlError):
-    """A wait reached its limit."""
+    """A wait reached its limit, or a rank cannot be reached."""
 
     on_every_rank = False
 
 
 class MessageError(MegarlError):
-    """A message is not signed by a rank of this job, or is of another kind than expected."""
+    """A message is not signed by a rank of this job, or is not of the expected kind."""
 
     on_every_rank = False
 
@@ -82,7 +82,7 @@ class TransferError(MegarlError):
 
 
 class ParityError(MegarlError):
-    """Engine and trainer log-probs differ by more than rounding; nothing was updated."""
+    """Engine and trainer log-probs differ by more than rounding errors; nothing was updated."""
 
 
 class Interrupted(MegarlError):

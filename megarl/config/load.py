@@ -328,7 +328,7 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
         raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
     except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        problem = str(error.problem).partition(" with value ")[0]  # shortens duplicate keys'
+        problem = str(error.problem).partition(" with value ")[0]  # of a duplicate key
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
     except YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {first_line(error)}") from None
