@@ -347,8 +347,8 @@ def replay_phases(config: Config) -> tuple[Phase, ...]:
 def check_phases(phases: Sequence[Phase]) -> None:
     """Check that phases can run in this order.
 
-    Raises ValueError if a phase reads a column that no earlier phase writes, or needs an unknown tensor
-    group, or the KV cache and an optimizer together."""
+    Raises ValueError if a phase reads a column that no earlier phase writes. Also if it needs an unknown
+    tensor group, or the KV cache and an optimizer together."""
     columns: set[str] = set()
     for phase in phases:
         if missing := ", ".join(sorted(phase.reads - columns)):
