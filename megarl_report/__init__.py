@@ -1,1 +1,1 @@
-"""report.html: one page about one or several runs, from their folders."""
+"""report.html of one or several runs."""

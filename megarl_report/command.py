@@ -1,4 +1,4 @@
-"""`megarl report`: a page of one run, or a comparison of several."""
+"""`megarl report`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megarl_report.plots import COLOURS, Drawing, Interval, Limits, Line, Stairs
 COLOUR = dict(zip(("blue", "orange", "green", "purple", "gold", "pink"), COLOURS, strict=False))
 BLUE, ORANGE, GREEN = COLOURS[:3]
 EARLY, LATE = COLOURS[9], COLOURS[1]
-# These phases have the same colour in every report; others get the remaining colours.
+# Phases with the same colour in every report.
 PHASES = (
     *("rollout", "old_logprobs", "values", "gae_advantages"),
     *("critic_update", "actor_update", "weight_transfer", "reward_model"),
@@ -29,18 +29,18 @@ Runs = Sequence[RecordedRun]
 
 
 def group_families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
-    """Group runs whose configurations differ only in seed and folder, in order."""
+    """Group runs whose configurations differ only in seed and folder."""
     groups: dict[str, list[RecordedRun]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
-        # A run without a configuration is a group by itself.
+        # A run without a configuration is a separate group.
         key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 
 def average_curves(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[float, float]]]:
-    """Return step -> mean and step -> (min, max) where all curves have a value; one curve has no range."""
+    """Return step -> mean and step -> (min, max) where all curves have values; no range of one curve."""
     if len(courses) < 2:
         return (courses[0] if courses else {}), {}
     steps = sorted(set(courses[0]).intersection(*courses[1:]))
@@ -51,7 +51,7 @@ def average_curves(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[f
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure of figures.yaml, where the fields are documented."""
+    """A figure of figures.yaml, which documents the fields."""
 
     title: str
     look: str
@@ -67,17 +67,17 @@ class Spec:
 
 
 def draw_figure(spec: Spec, runs: Runs) -> Drawing | None:
-    """Plot a figure for these runs; None if none of them has its data."""
+    """Plot a figure; None if no run has its data."""
     return draw_curves(spec, runs) if spec.curves else DRAW[spec.draw](runs)
 
 
 def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
-    """Plot one run with a colour per curve, several with a colour per run and a line style per curve.
+    """Plot one run with a colour per curve, several with a colour per run and a style per curve.
 
-    Runs that differ only in seed share a curve: their mean, and a band of their range."""
+    Runs that differ only in seed share a curve: their mean, with a band of their range."""
 
     def points(run: RecordedRun, key: str) -> Points:
-        # With one sample a problem, pass and majority equal the average.
+        # With one sample, pass and majority equal the average.
         repeated = max(run.points(EVALUATION, "eval/k").values(), default=1) <= 1
         return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
 
@@ -85,7 +85,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
         return None
     related = group_families(runs)
     overlay = len(related) > 1
-    line_by_curve: dict[tuple[int, int], Line] = {}  # by number of the family and of the curve
+    line_by_curve: dict[tuple[int, int], Line] = {}  # by family and curve
     for r, family in enumerate(related):
         for c, (key, (label, colour)) in enumerate(spec.curves.items()):
             mean, band = average_curves([course for run in family if (course := points(run, key))])
@@ -100,7 +100,7 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
 
 def draw_rewards(runs: Runs) -> Drawing | None:
-    """Plot the means of the verifier's score, the reward terms and the reward model's scores."""
+    """Plot the verifier's score, the reward terms and the reward model's score."""
     records = [record for run in runs for record in run.by_stage.get(TRAIN, {}).values()]
     named = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
     keys = {key for record in records for key in record if key in named or key.startswith("reward/term_")}
@@ -110,7 +110,7 @@ def draw_rewards(runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Plot the shares of sampled groups: kept, all wrong, all right; of several runs kept and all right."""
+    """Plot the shares of groups that are kept, all wrong (of one run only) and all right."""
 
     def shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get(TRAIN, {}).items()
@@ -135,7 +135,7 @@ def draw_groups(runs: Runs) -> Drawing | None:
 
 
 def _phases(runs: Runs, prefix: str, nonzero: bool = False) -> dict[str, str]:
-    """Return phase -> colour of the phases with a metric `prefix`<phase>, known phases first."""
+    """Return phase -> colour of phases with a metric `prefix`<phase>, those of PHASES first."""
     records = [record for run in runs for record in run.by_stage.get(run.main_stage, {}).values()]
     keys = {key for record in records for key, value in record.items() if value or not nonzero}
     names = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)} - {"step"}
@@ -149,11 +149,11 @@ def _words(name: str) -> str:
 
 
 def draw_times(runs: Runs) -> Drawing | None:
-    """Plot the seconds of each phase and the rest of time/step; of several runs bars of their means."""
+    """Plot the seconds of each phase and the step's rest; of several runs their means, as bars."""
     phases = _phases(runs, "time/")
     rest = "other" if phases else "whole step"
     colours = {**phases, rest: COLOURS[-1] if phases else BLUE}
-    courses, means = [], []  # per run: phase -> step -> seconds, and phase -> mean seconds a step
+    courses, means = [], []  # per run: phase -> step -> seconds; phase -> mean seconds
     for run in runs:
         course = {phase: run.points(run.main_stage, f"time/{phase}") for phase in phases}
         total = run.points(run.main_stage, "time/step")
@@ -176,7 +176,7 @@ def draw_times(runs: Runs) -> Drawing | None:
 
 
 def draw_timeline(runs: Runs) -> Drawing | None:
-    """Plot the phases of each rank in a few steps of one run, with a table of the waiting times."""
+    """Plot each rank's phases in a few steps of one run, with a table of waiting times."""
     if len(runs) != 1 or not runs[0].timeline:
         return None
     run = runs[0]
@@ -209,9 +209,9 @@ def draw_timeline(runs: Runs) -> Drawing | None:
 
 
 def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
-    """Return (title, begin, end) of some steps, in seconds since 1970.
+    """Return (title, begin, end) of the second, median, slowest and last step, in seconds since 1970.
 
-    They are the second step (the first warms up), one of median duration, the slowest and the last."""
+    The first step warms up."""
     rank_0 = run.timeline[min(run.timeline)]
     begins: dict[int, float] = {}
     for phase in rank_0:
@@ -237,8 +237,8 @@ def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
 
 
 def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Return heads and rows of the shares of each rank's time that it waited, by phase."""
-    waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share of the rank's time
+    """Return a table's heads and rows: the share of each rank's time that it waited, by phase."""
+    waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share
     for rank, phases in run.timeline.items():
         total = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
         shares = waits[f"rank {rank}"] = {}
@@ -255,7 +255,7 @@ def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], 
 
 
 def draw_memory(runs: Runs) -> Drawing | None:
-    """Plot each phase's highest memory/<phase> (bytes) in GiB; of several runs only their largest."""
+    """Plot the peak of each phase's memory/<phase> in GiB; of several runs only the highest."""
     bars: dict[str, list[tuple[float, str]]] = {}
     for run in runs:
         colours = _phases([run], "memory/", nonzero=True)
@@ -268,9 +268,9 @@ def draw_memory(runs: Runs) -> Drawing | None:
     return Drawing(plots.draw_bars(bars, "GiB")) if bars else None
 
 
-# Figures of distributions.jsonl: early and late steps of one family of runs, or late steps of several.
+# Figures of distributions.jsonl: early and late steps of one family, or late steps of several.
 
-Table = dict[str, list[float]]  # row -> one sum per bin
+Table = dict[str, list[float]]  # row -> sum per bin
 DISTRIBUTED = (TRAIN, PRETRAINING)  # stages with distributions
 
 
@@ -283,7 +283,7 @@ class Third(NamedTuple):
 
 
 def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
-    """Add tables bin by bin; skip those whose shape differs from the last one's."""
+    """Add tables bin by bin, without those of another shape than the last one's."""
     shapes = [{row: len(sums) for row, sums in table.items()} for table in tables]
     same = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
     bins = {row: zip(*([x or 0.0 for x in table[row]] for table in same), strict=True) for row in shapes[-1]}
@@ -291,7 +291,7 @@ def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def sum_thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
-    """Sum table `name` over the first and last third of a stage's steps; over all if less than 3."""
+    """Sum table `name` over the first and last third of a stage's steps; over all if fewer than 3."""
     selected = (record for record in records if record["stage"] == stage)
     tables = {record["step"]: record[name] for record in selected if isinstance(record.get(name), dict)}
     order = sorted(tables)
@@ -301,7 +301,7 @@ def sum_thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
 
 
 def collect_tables(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
-    """Return (colour, legend, sums of table `name`) of everything to plot, latest last."""
+    """Return (colour, legend, sums of table `name`) of each curve, the latest steps last."""
     related = group_families(runs)
     tables: list[tuple[str, str, Table]] = []
     for number, family in enumerate(related):
@@ -327,7 +327,7 @@ def _shares(counts: Sequence[float]) -> list[float]:
 
 
 def draw_lambda(runs: Runs) -> Drawing | None:
-    """Plot the shares of responses by length, and the mean lambda of each length."""
+    """Plot the shares of responses, and the mean lambda, by length."""
     tables = collect_tables(runs, "lambda")
     if not tables:
         return None
@@ -344,7 +344,7 @@ def draw_lambda(runs: Runs) -> Drawing | None:
 
 
 def means_by_position(table: Table, row: str) -> Points:
-    """Return per cent of the response -> mean of `row` over the tokens there."""
+    """Return per cent of the response -> token mean of `row`."""
     counts = table["tokens"]
     return {round((i + 0.5) * 100 / len(counts)): table[row][i] / n for i, n in enumerate(counts) if n}
 
@@ -360,7 +360,7 @@ def draw_entropy(runs: Runs) -> Drawing | None:
 
 
 def draw_value_error(runs: Runs) -> Drawing | None:
-    """Plot the mean |V - R|, and for one family the mean V - R, by position in the response."""
+    """Plot the mean |V - R|, and for one family's last steps V - R, by position in the response."""
     tables = collect_tables(runs, "value_error")
     one_kind = all(text for _, text, _ in tables)
     lines = []
@@ -376,7 +376,7 @@ def draw_value_error(runs: Runs) -> Drawing | None:
 
 
 def draw_mismatch(runs: Runs) -> Drawing | None:
-    """Plot the shares of tokens by the difference of their log-probs."""
+    """Plot the shares of tokens by difference of log-probs."""
     tables = [part for part in collect_tables(runs, "mismatch") if sum(part[2]["tokens"])]
     if not tables:
         return None
@@ -384,7 +384,7 @@ def draw_mismatch(runs: Runs) -> Drawing | None:
     middle = bins // 2
     ticks = {middle + 0.5: "0"}
     for decade in (-5, -3, -1, 1):
-        # Edges are half decades from 1e-6 (algorithms/mismatch.py); the first follows the middle bin.
+        # Edges are half decades from 1e-6 (algorithms/mismatch.py), on both sides of the middle bin.
         at = 1 + 2 * (decade + 6)
         text = f"{10.0**decade:g}" if decade > -3 else f"1e{decade}"
         ticks |= {middle + at: text, middle + 1 - at: f"-{text}"}

@@ -1,6 +1,4 @@
-"""Small SVG figures whose colours are CSS variables, for light and dark pages.
-
-Figures have the width of a phone and are never scaled much, so that their text stays readable."""
+"""SVG figures with a phone's width, and CSS variables as colours for light and dark pages."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from megarl.observe.terminal import format_count
 
-WIDTH, HEIGHT = 352, 216  # points, about a phone's width in pixels
+WIDTH, HEIGHT = 352, 216  # points
 FONT = 10.5
 INK, MUTED, GRID = "#1d2530", "#6a7686", "#e2e6eb"
-# Series colours in order of use; templates/style.css.j2 has those for a dark background.
+# Series colours; templates/style.css.j2 has those for a dark background.
 COLOURS = (
     *("#2b6cd4", "#d2612a", "#15936a", "#9b4fc0", "#b58209"),
     *("#cf3f6f", "#0d8ba3", "#6b7a3a", "#7d5a45", "#52617a"),
@@ -41,11 +39,10 @@ Limits = tuple[float | None, float | None]
 class Line:
     """One curve, or one layer of a stack.
 
-    label    shown at its end, with the value there
+    label    shown at its end, with the last value
     style    index into STYLES
-    markers  show points at the values
     noisy    plot 30 steps or more thin, under their moving average
-    band     (min, max) at each step, shaded"""
+    band     step -> (min, max), shaded"""
 
     points: Points
     colour: str
@@ -58,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Stairs:
-    """A histogram: shares between neighbouring edges, as an outline or an area."""
+    """A histogram: shares between edges."""
 
     edges: Sequence[float]
     shares: Sequence[float]
@@ -67,7 +64,7 @@ class Stairs:
 
 
 class Interval(NamedTuple):
-    """A phase in a timeline, in seconds from the panel's start; the last `waited` seconds are pale."""
+    """A phase, in seconds from the panel's start; the last `waited` seconds are pale."""
 
     begin: float
     end: float
@@ -77,7 +74,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure: SVG, legend of (colour, text), and a table's heads and rows."""
+    """A figure, legend of (colour, text), and a table's heads and rows (cells, is_highlighted)."""
 
     svg: str
     legend: tuple[tuple[str, str], ...] = ()
@@ -89,7 +86,7 @@ def run_colour(index: int) -> str:
 
 
 def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
-    """Return steps and values, with neighbours averaged to at most MAX_POINTS."""
+    """Return at most MAX_POINTS steps and values, averages of neighbours."""
     size = max(1, math.ceil(len(points) / MAX_POINTS))
 
     def averaged(numbers: list[float]) -> list[float]:
@@ -102,8 +99,7 @@ def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
 def moving_average(ys: Sequence[float]) -> list[float]:
     """Return the centred mean over an eighth of a short curve, a twentieth of a long one.
 
-    At the ends the window is not centred, so a line fitted to it replaces the mean. That keeps a steep start
-    steep; the result stays within the window's values."""
+    At the ends, where the window is not centred, a line fitted to it keeps a steep start steep."""
     half = max(min(len(ys) // 16, 10), len(ys) // 40)
     smooth = []
     for i in range(len(ys)):
@@ -129,7 +125,7 @@ def format_value(value: float) -> str:
 
 
 def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """Return a figure with empty axes; `left` and `right` are points of free space for labels."""
+    """Return a figure with empty axes; `left` and `right` are free points."""
     fig = Figure(figsize=(WIDTH / 72, height / 72))
     bottom, top = 34, 8
     corner = (left / WIDTH, bottom / height)
@@ -145,7 +141,7 @@ def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tu
 
 
 def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float, float]) -> None:
-    """Set limits, ticks and the x label, after all plotting."""
+    """Set limits, ticks and the x label, after plotting."""
     least, most = float(axes.dataLim.y0), float(axes.dataLim.y1)
     if log:
         axes.set_yscale("log")
@@ -170,9 +166,7 @@ def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float
 
 
 def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None), log: bool = False) -> str:
-    """Plot curves over steps, each labelled at its end with its last value.
-
-    log: logarithmic scale, without values and bands at or below 0"""
+    """Plot curves over steps; with `log` only their positive values."""
     if log:
         positive = [
             replace(
@@ -184,7 +178,7 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
         ]
         drawable = [line for line in positive if line.points]
         lines, log = drawable or lines, bool(drawable)
-    courses = []  # per line: steps, values, and the smoothed values
+    courses = []  # per line: steps, values, smoothed values
     for line in lines:
         xs, ys = average_neighbours(line.points)
         smooth = line.noisy and len(ys) >= SMOOTH_FROM and not line.markers
@@ -205,7 +199,7 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
     steps = [step for line in lines for step in line.points]
     finish(axes, xlabel, limits, log, (min(steps), max(steps)))
 
-    # Texts are right of the axes at the height of their values, moved if they would touch.
+    # Move texts that would touch away from their values.
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0, end))[1]) for end in ends]
     gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(ends))
@@ -218,7 +212,7 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
 
 
 def spread_heights(heights: Sequence[float], gap: float) -> list[float]:
-    """Move ascending heights in [0, 1], one pass up and one down, to keep neighbours `gap` away."""
+    """Move ascending heights within [0, 1] to keep neighbours `gap` away."""
     up: list[float] = []
     for height in heights:
         up.append(max(height, up[-1] + gap if up else 0.0))
@@ -230,7 +224,7 @@ def spread_heights(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def draw_stack(layers: Sequence[Line], limits: Limits = (0, None)) -> str:
-    """Plot layers over steps, the first at the bottom; missing steps count as 0."""
+    """Plot layers over steps, the first at the bottom; missing values are 0."""
     steps = sorted({step for layer in layers for step in layer.points})
     fig, axes = figure()
     series = [average_neighbours({step: layer.points.get(step, 0.0) for step in steps}) for layer in layers]
@@ -248,9 +242,7 @@ def draw_stairs(
     ticks: Mapping[float, str] | None = None,
     log: bool = False,
 ) -> str:
-    """Plot histograms in the same axes, and `lines` (x, y, colour).
-
-    ticks: x -> text; log: log scale of shares"""
+    """Plot histograms, and `lines` (x, y, colour). ticks: x -> text."""
     fig, axes = figure()
     shares = [share for s in stairs for share in s.shares if share > 0]
     floor = 10.0 ** math.floor(math.log10(min(shares, default=1.0)) - 0.1) if log else 0.0
@@ -268,7 +260,7 @@ def draw_stairs(
 
 
 def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str:
-    """Plot one horizontal bar a row from (length, colour) pieces, with the row's sum at its end."""
+    """Plot a horizontal bar a row from (length, colour) pieces, with their sum at its end."""
     fig, axes = figure(right=52, left=6, height=max(HEIGHT, 46 + 38 * len(rows)))
     axes.grid(False)
     for at, (name, pieces) in enumerate(rows.items()):
@@ -289,7 +281,7 @@ def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str
 
 
 def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]) -> str:
-    """Plot panels (heading, row -> phases) below each other, on one scale of seconds."""
+    """Plot panels (heading, row -> phases) on one scale of seconds."""
     row = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
     head, gap = 15, 5
     height = 46 + sum(head + gap + row * len(rows) for _, rows in panels)
@@ -320,7 +312,7 @@ def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]
 
 
 def svg(fig: Figure) -> str:
-    """Return the figure as an <svg> element with only used ids, no addresses, and colours as variables."""
+    """Return an <svg> element with colours as variables, without addresses and unused ids."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": FONT}):
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -331,7 +323,7 @@ def svg(fig: Figure) -> str:
     box = f'viewBox="0 0 {WIDTH} {fig.get_figheight() * 72:.0f}"'
     text = re.sub(r"<svg [^>]*>", f'<svg {box} role="img">', text, count=1)
     text = text.replace("xlink:href", "href")
-    # Ids must be unique on a page with several figures.
+    # Ids must be unique on a page.
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{zlib.crc32(text.encode()):08x}", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")

@@ -1,6 +1,4 @@
-"""report.html: a self-contained page without scripts about one or several runs.
-
-This module collects the data; templates/report.html.j2 is the page."""
+"""Data of templates/report.html.j2: a self-contained page without scripts about one or several runs."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from megarl_report.plots import COLOURS, run_colour
 
 MAIN_VERSIONS = ("megarl", "torch", "megatron-core", "transformers", "sglang", "transformer-engine")
 LEVELS = 4  # of colour on either side of 0
-# Columns of the table of data sources: metric -> format, of evaluations and of training steps.
+# Columns of the table of data sources: metric -> format.
 EVALUATED = {
     "problems": ".0f",
     "avg": ".3f",
@@ -35,12 +33,12 @@ EVALUATED = {
     "length_mean": ".0f",
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
-MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of a response there
+MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of their responses
 UNFOLDED = 3  # episodes with more turns show only the last one unfolded
 
 
 def _printable(value: Any) -> Any:
-    """Remove control characters from a text, but keep HTML made from texts."""
+    """Escape control characters of texts, not of rendered HTML."""
     return printable(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
@@ -53,14 +51,14 @@ _templates = Environment(
     undefined=StrictUndefined,
 )
 _templates.globals |= {"COLOURS": COLOURS, "LEVELS": LEVELS}
-# The macros document, section, figure, table and legend of templates/page.html.j2; each returns HTML.
+# Macros: document, section, figure, table and legend.
 page: Any = _templates.get_template("page.html.j2").module
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write a report to `out` (a file, or a folder for report.html); return the file's path.
+    """Write a report to `out`, a file or folder, and return the file's path.
 
-    Raises DataError if a folder has no metrics or a damaged file, ConfigError if `out` cannot be written."""
+    Raises DataError for missing or damaged files of a run, ConfigError if `out` cannot be written."""
     if not run_dirs:
         raise DataError("report: no run folder given (name at least one)")
     html = render([load_run(run_dir) for run_dir in run_dirs])
@@ -108,7 +106,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 
 def make_headline(run: RecordedRun) -> tuple[str, str, str]:
-    """Return (metric, first -> last, remark) of evaluation accuracy, else of another metric."""
+    """Return (name, first -> last, remark) of evaluation accuracy, else of another metric."""
     for stage, key, what in (
         (EVALUATION, "eval/avg", "Evaluation accuracy"),
         (TRAIN, "reward/accuracy", "Training accuracy"),
@@ -159,9 +157,9 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 
 def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
-    """Return a table of each evaluation set and data source; without rows for a single source.
+    """Return a table of evaluation sets and data sources.
 
-    Shows the first and the last evaluation, and means over the last tenth of the training steps."""
+    It has the first and last evaluation, and means over the last tenth of training steps."""
     steps = run.by_stage.get(TRAIN, {})
     last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
@@ -198,7 +196,7 @@ def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
 
 
 def list_alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
-    """Return ((place, text), is_highlighted) of alarms, events and unreadable lines."""
+    """Return rows ((place, text), is_highlighted)."""
     rows = []
     for run in runs:
         found = []
@@ -230,7 +228,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def tabulate_differences(
     title: str, what: str, runs: Sequence[RecordedRun], flats: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
-    """Return a table with a column per run; rows that differ are highlighted."""
+    """Return a table with a column per run, and its rows that differ."""
     rows = []
     for name in dict.fromkeys(name for flat in flats for name in flat):
         differs = len({flat.get(name) for flat in flats}) > 1
@@ -241,7 +239,7 @@ def tabulate_differences(
 
 
 def pick_steps(steps: Sequence[int]) -> dict[str, int]:
-    """Return early, middle and late of ascending steps, each step once."""
+    """Return the early, middle and late one of ascending steps, each step once."""
     picked: dict[str, int] = {}
     for name, place in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
         if steps and steps[place] not in picked.values():
@@ -250,10 +248,9 @@ def pick_steps(steps: Sequence[int]) -> dict[str, int]:
 
 
 def choose_shown_samples(run: RecordedRun) -> dict[str, Any]:
-    """Return the samples that the page shows, by step and prompt: early, middle, late, and `more`.
+    """Return the shown samples by step and prompt, preferably training steps with tokens.
 
-    Prefers training steps, and steps with tokens. scales: advantage or value -> size at the strongest
-    colour, which 2 % of the tokens exceed."""
+    scales: advantage or value -> size of the strongest colour, which 2 % of the tokens exceed"""
     by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
@@ -281,13 +278,11 @@ def _token_column(sample: SampleRecord, name: str) -> Sequence[float | None]:
 
 
 class TurnShown(NamedTuple):
-    """A turn of the policy, as `colour_spans` returns it, and the observation after it.
+    """A turn of the policy and the observation after it."""
 
-    brief: its first line; unfolded: whether it is shown at once"""
-
-    pieces: list[tuple[str, str, str]]
+    pieces: list[tuple[str, str, str]]  # from `colour_spans`
     observed: str
-    brief: str
+    brief: str  # the turn's first line
     unfolded: bool
 
 
@@ -324,7 +319,7 @@ def colour_spans(
 ) -> list[tuple[str, str, str]]:
     """Return a response, or its tokens `begin` to `end`, as (CSS classes, title, text).
 
-    Neighbouring tokens of equal advantage and value share a span. scales None: the shortened text alone."""
+    Neighbouring tokens of equal advantage and value share a span. Without scales the text is shortened."""
     if scales is None:
         return [("", "", shorten(sample.response, MORE_CHARACTERS))]
     if not sample.tokens:

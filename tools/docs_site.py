@@ -1,9 +1,7 @@
-"""Hooks of mkdocs: links between the docs and the rest of the repository.
+"""Hooks of mkdocs that make the docs' relative links to files outside docs/ work on the site.
 
-The pages are written for a reader on GitHub, so they link files outside docs/ by relative paths. This module
-makes these links work on the site. README.md and the other PAGES become pages. Every other linked file is
-copied as text, and a linked folder as the list of its files. A link to a missing file is a warning, and
-`mkdocs build --strict` fails on warnings.
+PAGES become pages, other linked files are copied as text, and folders as lists of files. A missing file is a
+warning, on which `mkdocs build --strict` fails.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {  # files outside docs/ that are pages of the site, by their paths in the repository
+PAGES = {  # path in the repository -> page of the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security_policy.md",
@@ -25,14 +23,14 @@ PAGES = {  # files outside docs/ that are pages of the site, by their paths in t
     "examples/README.md": "examples.md",
 }
 SOURCES = {site: path for path, site in PAGES.items()}
-LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")  # relative, without a scheme
+LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")  # without a scheme
 FENCE = re.compile(r"^( *```.*?^ *```)", flags=re.M | re.S)
 
 log = logging.getLogger("mkdocs.hooks.docs_site")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside docs/, and every source file that a page links."""
+    """Add PAGES, and every source file that a page links."""
     for path, site in PAGES.items():
         files.append(File.generated(config, site, content=(ROOT / path).read_text(encoding="utf-8")))
     linked = {path for file in files.documentation_pages() for path in linked_sources(file)}
@@ -42,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at the site's pages and at the copies of source files."""
+    """Point links at pages and copies of source files."""
     here = repository_path(page.file.src_uri)
 
     def point(link: re.Match[str]) -> str:
@@ -51,36 +49,34 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             log.warning("%s links %s, which does not exist", here, link[1])
         return os.path.relpath(site_path(target), os.path.dirname(page.file.src_uri)) + fragment
 
-    pieces = FENCE.split(markdown)  # code is at odd places
+    pieces = FENCE.split(markdown)  # odd ones are code
     return "".join(LINK.sub(point, piece) if i % 2 == 0 else piece for i, piece in enumerate(pieces))
 
 
 def linked_sources(file: File) -> list[str]:
-    """Return the paths of existing files that a page links and that are neither pages nor in docs/."""
+    """Return existing files outside PAGES and docs/ that a page links."""
     here = repository_path(file.src_uri)
     found = (resolve(here, link[1]) for link in LINK.finditer(FENCE.sub("", file.content_string)))
     return [path for path in found if site_path(path).startswith("source/") and (ROOT / path).exists()]
 
 
 def repository_path(site: str) -> str:
-    """Return the path in the repository of a page of the site."""
+    """Return a page's path in the repository."""
     return SOURCES.get(site, f"docs/{site}")
 
 
 def resolve(here: str, target: str) -> str:
-    """Return the path in the repository that the page `here` means by a relative link."""
+    """Return the path in the repository of a relative link in `here`."""
     return os.path.normpath(os.path.join(os.path.dirname(here), target))
 
 
 def site_path(path: str) -> str:
-    """Return where a file of the repository lies on the site."""
+    """Return a file's path on the site."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    names = (
-        name.lstrip(".") for name in path.split("/")
-    )  # mkdocs leaves out files whose names begin with a dot
+    names = (name.lstrip(".") for name in path.split("/"))  # mkdocs ignores hidden files
     return f"source/{'/'.join(names)}.txt"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Convert a GGUF file to a Hugging Face folder; the same as `megarl convert from-gguf`."""
+"""Run `megarl convert from-gguf`."""
 
 import sys
 

@@ -1,7 +1,5 @@
 #!/usr/bin/env python
-"""Convert a Hugging Face folder to a Megatron checkpoint, alone or under torchrun.
-
-The same as `megarl convert to-megatron`."""
+"""Run `megarl convert to-megatron`, alone or under torchrun."""
 
 import sys
 

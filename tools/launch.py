@@ -1,10 +1,8 @@
 """Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine or on Slurm.
 
-    python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
     python tools/launch.py configs/ablations/dapo_*.yaml steps=100 --seeds 0 1 --executor slurm --nodes 16
 
-A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with
-resume.
+Slurm jobs use slurm/common.sh, like slurm/*.sbatch.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from megarl.config.errors import MegarlError
 from megarl.config.load import set_key
 
 ROOT = Path(__file__).resolve().parents[1]
-SIGNAL = 600  # Slurm sends a signal this many seconds before the time limit, as in slurm/*.sbatch
+SIGNAL = 600  # seconds before the time limit, as in slurm/*.sbatch
 
 
 class Job(NamedTuple):
-    """One run of the sweep: the arguments of `megarl train`."""
+    """One run of the sweep."""
 
     name: str
-    arguments: list[str]
+    arguments: list[str]  # of `megarl train`
 
 
 def jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """Yield each configuration with each seed, checked. Several seeds get separate folders in run_dir."""
+    """Check and yield each configuration with each seed. Several seeds get separate folders in run_dir."""
     for path in given.configs:
         for seed in given.seeds or [None]:
             overrides = list(given.overrides)
@@ -47,17 +45,16 @@ def jobs(given: argparse.Namespace) -> Iterator[Job]:
 
 
 def local(given: argparse.Namespace) -> Any:
-    """Return an executor on this machine, where megarl itself starts the ranks of the layout."""
+    """Return an executor on this machine, where megarl starts the ranks."""
     import nemo_run
 
     return nemo_run.LocalExecutor(ntasks_per_node=1, env_vars={"OMP_NUM_THREADS": "1"})
 
 
 def slurm(given: argparse.Namespace, job: Job) -> Any:
-    """Return a Slurm executor whose set-up lines do all of the work and exit.
+    """Return a Slurm executor whose set-up lines do all the work and exit.
 
-    The rest of NeMo-Run's sbatch template has no trap for the signal before the time limit, and would start
-    the ranks without a preflight."""
+    The rest of NeMo-Run's sbatch template has no trap for the signal, and no preflight."""
     import nemo_run
 
     arguments = shlex.join(job.arguments)
@@ -70,7 +67,7 @@ def slurm(given: argparse.Namespace, job: Job) -> Any:
         f"megarl_train {arguments}",
         "exit $?",
     ]
-    # requeue and open-mode are options of sbatch that NeMo-Run passes on as they are.
+    # NeMo-Run passes these options to sbatch unchanged.
     options = {"requeue": True, "open_mode": "append", "signal": f"B:USR1@{SIGNAL}"}
     return nemo_run.SlurmExecutor(
         account=given.account,
@@ -78,13 +75,13 @@ def slurm(given: argparse.Namespace, job: Job) -> Any:
         nodes=given.nodes,
         ntasks_per_node=1,
         gpus_per_node=given.gpus or None,
-        # Whole nodes, as in slurm/*.sbatch: else Slurm may give a task one CPU and a share of the memory.
+        # Whole nodes: else Slurm may give a task one CPU and a share of the memory.
         exclusive=True if given.gpus else None,
         mem="0" if given.gpus else None,
         time=given.time,
         container_image=None,
         packager=nemo_run.Packager(),
-        tunnel=nemo_run.LocalTunnel(job_dir=""),  # its files lie in NEMORUN_HOME, like those of local runs
+        tunnel=nemo_run.LocalTunnel(job_dir=""),  # files are in NEMORUN_HOME, as of local runs
         setup_lines="\n".join(lines),
         additional_parameters=options,
     )

@@ -1,7 +1,5 @@
 #!/usr/bin/env python
-"""Convert a Megatron checkpoint to a Hugging Face folder, alone or under torchrun.
-
-The same as `megarl convert to-hf`."""
+"""Run `megarl convert to-hf`, alone or under torchrun."""
 
 import sys
 

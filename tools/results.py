@@ -2,17 +2,12 @@
 """Train a pretrained model with several recipes and seeds, and compare the held-out curves.
 
     make results MODEL=smollm2                              # VAPO, DAPO, GRPO, PPO: all missing runs
-    make results MODEL=smollm2 TABLE=vapo                   # VAPO without one of its techniques
     make results MODEL=smollm2 TABLE=methods ARGS=--tune    # find the learning rates of nine methods
     make results MODEL=smollm2 TABLE=methods                # the nine methods with these rates
-    make results MODEL=smollm2 ARGS='--hours 2'             # start no run after two hours
-    make results MODEL=smollm2 ARGS='--check vapo-1'        # repeat a run and compare with its curve
-    make results MODEL=smollm2 ARGS='--figures'             # plot the existing curves
-    make results MODEL=smollm2 ARGS='--gsm8k FILE'          # answer GSM8K before and after each run
 
-The same command continues an interrupted run from its checkpoint. The curve of a finished run is written to
-docs/evidence/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals,
-metrics of each step. configs/results/MODEL.table.yaml lists the tables and rows.
+The same command continues an interrupted run from its checkpoint. Curves of finished runs are JSON files in
+docs/evidence/results/MODEL. configs/results/MODEL.table.yaml lists tables and rows. docs/real_model.md
+explains them.
 """
 
 from __future__ import annotations
@@ -42,21 +37,19 @@ from megarl_experiments.held_out import Curve
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2",)
 SEEDS = (1, 2, 3)
-RATES = (5e-6, 1e-5, 2e-5)  # learning rates of the actor that --tune tries, on a seed that no table counts
+RATES = (5e-6, 1e-5, 2e-5)  # learning rates that --tune tries, with a seed outside SEEDS
 TUNING = ("checkpoint.every=0", "checkpoint.export_hf=false")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a table, its folder, and the file of its curve.
-
-    settings: a configuration file, then overrides."""
+    """A run of a table."""
 
     row: str
     seed: int
-    settings: Sequence[str]
+    settings: Sequence[str]  # a configuration file, then overrides
     folder: Path
-    file: Path
+    file: Path  # of its curve
 
 
 @dataclass(frozen=True)
@@ -64,17 +57,17 @@ class Table:
     """A table of configs/results/MODEL.table.yaml."""
 
     name: str
-    rows: Mapping[str, Sequence[str]]  # row -> configuration file and overrides
-    steps: int  # steps that the comparison uses
+    rows: Mapping[str, Sequence[str]]  # row -> configuration file, then overrides
+    steps: int  # that the comparison uses
     equal: str  # rows are compared at equal "steps" or "tokens"
-    curves: Path  # folder of the curves
-    folder: Path  # folder of the runs
-    longer: Mapping[str, int]  # row -> steps of the longer run that it shares with another table
+    curves: Path  # folder
+    folder: Path  # of the runs
+    longer: Mapping[str, int]  # row -> steps of a longer run, shared with table recipes
 
     def runs(self, seeds: Sequence[int], rates: Mapping[str, float]) -> Iterator[Run]:
         """Yield the runs, seed by seed.
 
-        rates: row -> tuned learning rate; a row whose configuration has another one gets separate runs."""
+        rates: row -> learning rate. Runs with another rate than the configuration's are not shared."""
         for seed in seeds:
             for row, settings in self.rows.items():
                 name, more = f"{row}-{seed}", [f"steps={self.longer.get(row, self.steps)}"]
@@ -85,7 +78,7 @@ class Table:
 
 
 def read_table(model: str, name: str, only: Sequence[str]) -> Table:
-    """Read a table. only: wanted rows; empty: all. Raises ConfigError for an unknown row."""
+    """Read a table, or only some rows. Raises ConfigError for an unknown row."""
     listed = read_yaml(ROOT / "configs" / "results" / f"{model}.table.yaml")
     table, whole = listed["tables"][name], listed["tables"]["recipes"]
     if unknown := {*only} - {*table["rows"]}:
@@ -102,7 +95,7 @@ def read_table(model: str, name: str, only: Sequence[str]) -> Table:
 
 
 def processor() -> str:
-    """Return the processor's name, on which the bits of a run depend."""
+    """Return the processor's name; runs are bitwise equal only on the same kind."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next(
         (line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine()
@@ -110,9 +103,9 @@ def processor() -> str:
 
 
 def precision(committed: Path) -> str:
-    """Return the precision of the committed runs, and warn if this processor is slow in it.
+    """Return the committed runs' precision, and warn if this processor is slow in it.
 
-    Without committed runs: bf16 if its matrix products are more than twice as fast as fp32's, else fp32."""
+    Without committed runs: bf16 if its matrix products are more than twice as fast as fp32's."""
     rates = matrix_rates(min(2, cores()))
     for path in sorted(committed.glob("*-*.json")):
         shared = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
@@ -124,7 +117,7 @@ def precision(committed: Path) -> str:
 
 
 def megarl(*arguments: str | Path) -> list[str]:
-    """Run a megarl command in the repository's root and return it. Raises ConfigError if it fails."""
+    """Run a megarl command and return its words. Raises ConfigError if it fails."""
     command = [sys.executable, "-m", "megarl", *map(str, arguments)]
     if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise ConfigError(f"{' '.join(command[2:])}: exit code {code} (see its output above)")
@@ -132,7 +125,7 @@ def megarl(*arguments: str | Path) -> list[str]:
 
 
 def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
-    """Start or continue a run and return its curve. given: a configuration file, then overrides."""
+    """Start or continue a run and return its curve."""
     own = [f"seed={seed}", f"run_dir={run_dir.relative_to(ROOT)}", f"model.dtype={dtype}"]
     command = megarl("train", *given, *own)
     return {
@@ -149,7 +142,7 @@ def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) 
 
 
 def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> dict[str, Any]:
-    """Answer GSM8K's problems once and return the accuracy with its 95 % interval."""
+    """Answer GSM8K's problems, unless done, and return the accuracy with its 95 % interval."""
     config = f"configs/results/{model}_gsm8k.yaml"
     if not (out / "scores.json").is_file():
         where = [f"data.eval=[{problems.resolve()}]", f"model.dtype={dtype}"]
@@ -163,7 +156,7 @@ def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> d
 def check(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Compare a repeated run with its committed curve. Raises ConfigError if they differ.
 
-    On the same processor and versions the evaluations must be equal, else their intervals must overlap."""
+    With equal processor, precision and versions evaluations must be equal, else intervals must overlap."""
     same_machine = old["processor"] == new["processor"] and old["dtype"] == new["dtype"]
     if same_machine and old["versions"] == new["versions"]:
         if old["evaluations"] != new["evaluations"]:
@@ -179,9 +172,7 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def tune(table: Table, found: Path, dtype: str, end: float) -> None:
-    """Try RATES with each row for the table's steps, and write accuracies and seconds to the file `found`.
-
-    end: value of time.time() after which no run starts."""
+    """Train each row with each of RATES until time `end`, and write the results to the file `found`."""
     tried = json.loads(found.read_text("utf-8")) if found.is_file() else {}
     for row, given in table.rows.items():
         for rate in RATES:
@@ -192,7 +183,7 @@ def tune(table: Table, found: Path, dtype: str, end: float) -> None:
                 return
             print(f"\n{row}, learning rate {rate:g}", flush=True)
             folder = table.folder / "tuning" / f"{row}-{rate:g}"
-            shutil.rmtree(folder, ignore_errors=True)  # without checkpoints it must start anew
+            shutil.rmtree(folder, ignore_errors=True)  # without checkpoints no run can continue
             settings = [*given, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
             curve = train(row, settings, 0, folder, dtype)
             right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
@@ -202,12 +193,12 @@ def tune(table: Table, found: Path, dtype: str, end: float) -> None:
 
 
 def best_rate(tried: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the learning rate with the highest accuracy; the lowest of equals."""
+    """Return the learning rate with the highest accuracy; of equals the lowest."""
     return max(sorted(map(float, tried)), key=lambda rate: fmean(tried[f"{rate:g}"]["right"]))
 
 
 def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
-    """Start or continue a run and write its curve. problems: GSM8K, answered before and after the run."""
+    """Start or continue a run, answer GSM8K (`problems`) before and after it, and write its curve."""
     print(f"\n{run.row}, seed {run.seed}", flush=True)
     curve = train(run.row, run.settings, run.seed, run.folder, dtype)
     if problems:
@@ -221,7 +212,7 @@ def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
 
 
 def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
-    """Repeat a committed run with the same number of steps and print the comparison of the curves."""
+    """Repeat a committed run and print the comparison of the curves."""
     run = next((run for run in runs if run.file.stem == name and run.file.is_file()), None)
     if run is None:
         raise ConfigError(f"--check: {name}: no committed run of this table (one of ROW-SEED that is)")
@@ -233,7 +224,7 @@ def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
 
 
 def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str, Any]], out: Path) -> None:
-    """Plot and write the table of the existing curves. tried: from `tune`."""
+    """Plot and tabulate the existing curves. tried: from `tune`."""
     rows: dict[str, list[Curve]] = {}
     for run in runs:
         if run.file.is_file():
@@ -254,7 +245,7 @@ def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str,
 
 
 def arguments() -> argparse.Namespace:
-    """Return the parsed arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -271,7 +262,7 @@ def arguments() -> argparse.Namespace:
 
 
 def results(given: argparse.Namespace) -> None:
-    """Tune learning rates, repeat one run, or make a table's missing runs and write the table."""
+    """Tune, check one run, or make a table's missing runs and its figures."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     out = ROOT / "docs" / "evidence" / "results" / given.model
     table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"

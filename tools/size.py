@@ -1,10 +1,6 @@
-"""Print the size of each package, and the figures that should stay small with their targets.
+"""Print the size of each package, and figures that should stay small with their targets.
 
-Lines of code are not blank, comment or docstring. The path from a prompt to its gradient is the table in
-docs/design.md. With --step, also print the files of megarl that one VAPO step crosses: those with
-a function that any thread calls in the second step of the tiny demo on one rank.
-
-    python tools/size.py --step
+python tools/size.py --step  # also list the files whose functions are called in the demo's second step
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ NO_CODE = {
 
 
 def code_lines(source: str) -> int:
-    """Return the number of lines with code on them: any token but comments and docstrings."""
+    """Return the number of lines with tokens other than comments and docstrings."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -55,13 +51,13 @@ def code_lines(source: str) -> int:
 
 
 def sizes(package: Path) -> tuple[int, int, int]:
-    """Return files, lines and lines of code of a package."""
+    """Return a package's files, lines and lines of code."""
     sources = [file.read_text(encoding="utf-8") for file in sorted(package.rglob("*.py"))]
     return len(sources), sum(text.count("\n") for text in sources), sum(map(code_lines, sources))
 
 
 def longest(package: Path, kinds: tuple[type[ast.AST], ...]) -> tuple[int, str]:
-    """Return the number of lines of the longest definition of these kinds, and its name and file."""
+    """Return the lines of the longest definition of these kinds, and its name and file."""
     found = [(0, "")]
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -83,7 +79,7 @@ def path_of_a_prompt(page: str) -> tuple[set[str], set[str]]:
 
 
 def targets() -> list[tuple[str, int, int]]:
-    """Return name, present figure and target of each figure that should stay small."""
+    """Return (name, present figure, target)."""
     core = ROOT / CORE
     files, types = path_of_a_prompt((ROOT / "docs/design.md").read_text(encoding="utf-8"))
     class_size, class_name = longest(core / "rollout", (ast.ClassDef,))
@@ -100,7 +96,7 @@ def targets() -> list[tuple[str, int, int]]:
 
 
 def files_of_a_step(folder: Path) -> list[str]:
-    """Train the tiny demo for two steps in `folder`; return megarl's files that the second one crosses."""
+    """Train the demo for two steps in `folder`; return megarl's files that the second one crosses."""
     from megarl.cli.train import train
     from megarl.config.load import set_key
     from megarl.schedule.trainer import Trainer
@@ -130,7 +126,7 @@ def files_of_a_step(folder: Path) -> list[str]:
             inside.clear()
 
     whole, Trainer.step = Trainer.step, step  # type: ignore[method-assign]
-    threading.setprofile(note)  # in threads that start from now on
+    threading.setprofile(note)  # in later threads
     write_demo(folder, seed=0)
     paths = {"data.train": [folder / "train.jsonl"], "data.eval": [folder / "eval.jsonl"]}
     paths |= {"model.path": folder / "model", "run_dir": folder / "run"}
@@ -143,7 +139,7 @@ def files_of_a_step(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print the tables, and with --step the files of a step."""
+    """Print the tables."""
     print(f"{'':20} files  lines   code")
     for package in (ROOT / CORE, *sorted(ROOT.glob(f"{CORE}_*/"))):
         files, lines, code = sizes(package)

@@ -1,10 +1,10 @@
-"""The command line: read arguments, call other packages, turn errors into a line and an exit code."""
+"""The command line."""
 
 import sys
 
 
 def run() -> int:
-    """Run the command of the shell. Ctrl-C during imports prints one line, too."""
+    """Run a command. Ctrl-C during the imports prints one line, too."""
     try:
         from megarl.cli.main import main
 

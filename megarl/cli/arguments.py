@@ -1,4 +1,4 @@
-"""Arguments that several commands share, as annotations of parameters."""
+"""Annotations of parameters that commands share."""
 
 from __future__ import annotations
 

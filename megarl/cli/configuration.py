@@ -1,4 +1,4 @@
-"""`megarl config` and `megarl plan`: explain a configuration and estimate the needs of its run."""
+"""`megarl config` and `megarl plan`."""
 
 from __future__ import annotations
 
@@ -154,9 +154,7 @@ def describe_key(key: str, field: FieldInfo) -> KeyDescription:
 
 
 def documented() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every field of the schema with its dotted key.
-
-    That includes `data.eval[].name` and `reward.terms.<name>.weight`."""
+    """Yield every field by dotted key, e.g. `data.eval[].name` and `reward.terms.<name>.weight`."""
 
     def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         for key, field in fields(model, prefix):

@@ -1,4 +1,4 @@
-"""`megarl convert`: convert models between the formats of Hugging Face and Megatron, and from GGUF."""
+"""`megarl convert`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _torch_dtype(name: Dtype) -> torch.dtype:
 
 
 def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Run a conversion, alone or as a process of torchrun. Its first process prints the result."""
+    """Run a conversion, alone or under torchrun, and print the result once."""
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher
@@ -158,7 +158,7 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
 
 @contextmanager
 def _progress(what: str, size: int) -> Iterator[Advance]:
-    """Show the first process's share of the work."""
+    """Show the first process's progress."""
     from rich import progress
     from rich.console import Console
     from rich.markup import escape

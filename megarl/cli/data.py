@@ -1,4 +1,4 @@
-"""`megarl data show`: print the prompts that the model will read."""
+"""`megarl data show`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.text import printable
 if TYPE_CHECKING:
     from megarl.data.prompts import ReadReport
 
-Example = tuple[tuple[int, ...], str, str]  # tokens of a prompt, a note, the following text
+Example = tuple[tuple[int, ...], str, str]  # prompt tokens, note, following text
 
 app = Typer(help="Show what the model reads, or turn answers into integers.")
 

@@ -1,4 +1,4 @@
-"""`megarl doctor`: list what is installed, what this machine can run, and commands to get the rest."""
+"""`megarl doctor`."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Machine:
     problem: str | None = None  # why CUDA does not work
     broken: str = ""  # why Transformer Engine cannot be imported
     driver: str | None = None  # NVIDIA's kernel module
-    rates: Mapping[str, float] | None = None  # GFLOP/s of one core by precision, while all are busy
-    flaws: tuple[str, ...] = ()  # of other packages, each with its remedy
-    sandbox: tuple[str, ...] = ()  # its layers
+    rates: Mapping[str, float] | None = None  # precision -> GFLOP/s of one core, while all are busy
+    flaws: tuple[str, ...] = ()  # of packages, each with its remedy
+    sandbox: tuple[str, ...] = ()  # layers
     denied: Mapping[str, bool] = field(default_factory=dict)  # resource -> the sandbox denies it
 
 
 class Ability(NamedTuple):
-    """Something that this machine can run, or what is missing and the command that installs it."""
+    """Something that this machine can run, or lacks, with the command that installs it."""
 
     name: str
     ready: bool
@@ -126,7 +126,7 @@ def look() -> Machine:
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield what the machine can run or is missing, the demo first."""
+    """Yield abilities that the machine has or lacks, the demo first."""
     yield _demo(machine)
     for one in plugins("megarl.abilities"):
         yield from plugin("megarl.abilities", one)(machine)

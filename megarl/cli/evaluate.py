@@ -1,4 +1,4 @@
-"""`megarl eval`: score a model or a checkpoint on held-out problems, with confidence intervals."""
+"""`megarl eval`."""
 
 from __future__ import annotations
 

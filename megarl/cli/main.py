@@ -1,21 +1,13 @@
 """`megarl COMMAND`: find the command, read its arguments, call it.
 
 A command is a function with annotated parameters, and its docstring is its help (https://typer.tiangolo.com).
-`COMMANDS` lists their places. Other packages add commands by entry points of the group `megarl.commands`:
-`NAME = "package.module:function"`; `data-NAME` is for `megarl data NAME`.
+Other packages add commands by entry points of the group `megarl.commands`; `data-NAME` is for
+`megarl data NAME`.
 
 To list commands Typer would import all, which is slow and fails if one package is broken. So `Words` imports
 a command when it is called, and `summary` reads help texts from source.
 
-Exit codes:
-0        done
-1        a defect (a traceback)
-2        an error that the user can fix (one line on standard error)
-75       asked to stop, and saved (the same command continues)
-124      a rank hung (a report shows where)
-130      interrupted
-128 + n  a rank was killed by signal n
-"""
+docs/public_api.md lists the exit codes."""
 
 from __future__ import annotations
 
@@ -53,12 +45,12 @@ COMMANDS = {
 
 
 class Command(TyperCommand):
-    """A command with one function. Unlike Typer it accepts `--seeds 0 1`."""
+    """A command that, unlike Typer's, accepts `--seeds 0 1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
         given: list[str] = []
-        option = ""  # whose values follow
+        option = ""  # of the following values
         for word, following in zip(args, [*args[1:], "-"], strict=False):
             if option and not word.startswith("-"):
                 given += [option, word]
@@ -73,7 +65,7 @@ class Command(TyperCommand):
         param: Any
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
-                # Omit the type that Typer appends.
+                # Without the type that Typer appends.
                 first = record[0] if param.param_type_name == "option" else param.display_name_raw
                 records[param.param_type_name].append((first, record[1]))
         for kind, rows in records.items():
@@ -106,10 +98,10 @@ class Words(TyperGroup):
         if not _added() and cmd_name not in self.commands:
             from megarl.config.plugins import plugin
 
-            # Raises an error: megarl is older than its entry points.
+            # Raises ConfigError: megarl is older than its entry points.
             plugin(GROUP, "-".join(filter(None, (self.word, cmd_name))))
         known: Any = dict.fromkeys(self.list_commands(ctx))
-        self.commands = known  # for similar names in the error
+        self.commands = known  # for suggestions in the error
         return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -126,7 +118,7 @@ class Commands(Words):
         return COMMANDS | {name: place for name, place in _added().items() if name not in COMMANDS}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        place = COMMANDS.get(cmd_name)  # reading entry points is slow
+        place = COMMANDS.get(cmd_name)  # entry points are slow
         return load(cmd_name, place) if place else super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
@@ -137,7 +129,7 @@ class Commands(Words):
 
 
 def load(name: str, place: str) -> Any:
-    """Import a command or a group. Raises ConfigError if another package's cannot be imported."""
+    """Import a command or group. Raises ConfigError if another package's cannot be imported."""
     try:
         loaded = EntryPoint(name, place, GROUP).load()
     except ImportError as error:
@@ -163,7 +155,7 @@ def load(name: str, place: str) -> Any:
 
 @cache
 def _added(word: str = "") -> dict[str, str]:
-    """Return other packages' commands that start with `word` -> module:object."""
+    """Return command -> module:object of other packages, of those after `word`."""
     points = {tuple(one.name.split("-", 1)): one.value for one in entry_points(group=GROUP)}
     if word:
         return {words[1]: place for words, place in points.items() if len(words) == 2 and words[0] == word}
@@ -171,7 +163,7 @@ def _added(word: str = "") -> dict[str, str]:
 
 
 def summary(place: str) -> str:
-    """Return a command's help, from source: the first paragraph of a docstring, or the `help` of a Typer."""
+    """Return from source the first paragraph of a docstring, or the `help` of a Typer."""
     module, _, name = place.partition(":")
     with suppress(ImportError, OSError, SyntaxError, ValueError):
         spec = find_spec(module)

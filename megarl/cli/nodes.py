@@ -1,4 +1,4 @@
-"""`megarl preflight`: check that the nodes of a job can work together, with one process on each."""
+"""`megarl preflight`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
 
 
 def node_versions(cuda: bool) -> dict[str, str]:
-    """Return the versions that must be equal on all nodes."""
+    """Return versions that must be equal on all nodes."""
     import torch
 
     from megarl.schedule.identity import checksum_code

@@ -1,4 +1,4 @@
-"""Start ranks, run one rank, and turn errors into a line and an exit code: for train, eval and replay."""
+"""Start ranks, run one rank, and turn errors into a line and an exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Check packages and launcher before a command imports Megatron, to report them in one line."""
+    """Check packages and launcher before a command imports Megatron."""
 
     @wraps(command)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -50,7 +50,7 @@ def quiet_libraries() -> None:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Call a command and return its exit code. Print an error that the user can fix as one line."""
+    """Call a command and return its exit code. Print errors that the user can fix as one line."""
     with spared_output():
         if isinstance(sys.stdout, TextIOWrapper):  # order of output and errors in a pipe
             sys.stdout.reconfigure(line_buffering=True)
@@ -101,10 +101,9 @@ class _Spared(FileIO):
 
 @contextmanager
 def spared_output(*, pipes: bool = False) -> Iterator[None]:
-    """Let a command continue when its output file is on a full disk.
+    """Let a command continue when its output file is on a full disk; with `pipes` also without a reader.
 
-    Python would keep the text, raise again with each print, and end with code 120.
-    pipes: continue without the reader of a pipe (`| head`), too"""
+    Python would keep the text, raise again with each print, and end with code 120."""
     kept = sys.stdout, sys.stderr
     try:
         for name in ("stdout", "stderr"):
@@ -125,7 +124,7 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
 
 
 def passes_on_rank_0(check: Callable[[], None]) -> bool:
-    """Run a check that is the same on all ranks. Rank 0 raises its error, others return False."""
+    """Run a check that is the same on all ranks. If it fails, rank 0 raises and others return False."""
     from megarl.parallel.runtime import launched_rank
 
     try:
@@ -138,7 +137,7 @@ def passes_on_rank_0(check: Callable[[], None]) -> bool:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return whether this process must start ranks: it is neither the only one, nor torchrun's."""
+    """Return whether there are several ranks that torchrun has not started."""
     from megarl.parallel.launch import count_local_ranks
     from megarl.parallel.runtime import is_launched
 
@@ -152,9 +151,9 @@ def start_ranks(
     grace: float = 0.0,
     stop: StopRequest | None = None,
 ) -> int:
-    """Run `rank_main` on every rank of the layout (see `launch`).
+    """Run `rank_main` on every rank. Raises Interrupted if `stop` was requested during the imports.
 
-    On CPUs ranks are forked after the imports. Raises Interrupted if `stop` was requested during these."""
+    On CPUs `launch` forks the ranks after the imports."""
     import megarl.schedule.evaluation
     import megarl.schedule.replay
     import megarl.schedule.trainer  # noqa: F401
@@ -163,7 +162,7 @@ def start_ranks(
     from megarl.weights.families import read_config
 
     family = read_config(config.model.path)["model_type"]
-    with suppress(ImportError):  # imported later
+    with suppress(ImportError):  # then it is imported later
         import_module(f"transformers.models.{family}.modeling_{family}")
     if stop is not None and stop.should_stop():
         raise Interrupted(f"{stop.reason}: no rank has been started; the same command continues")
@@ -173,7 +172,7 @@ def start_ranks(
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Keep Python from importing files of the current folder, as `python -c` of GPU ranks would."""
+    """Keep the `python -c` of GPU ranks from importing files of the current folder."""
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -193,13 +192,12 @@ def run_rank(
     *,
     launched: bool,
 ) -> int:
-    """Join the job as one rank, call `job`, and return its exit code (None: 0). One rank prints an error.
+    """Join the job as one rank, call `job`, and return its exit code. One rank prints an error.
 
-    lease: on the job's `folder`; None on torchrun's ranks other than 0
-    launched: `launch` started this rank, and prints its error"""
+    lease: on `folder`; None on torchrun's ranks other than 0
+    launched: whether `launch` started this rank, and prints its error"""
     quiet_libraries()  # GPU ranks were not forked
-    # Landlock already protects a rank's keys from tools and verifiers, but engines' processes must read a
-    # rank's open files.
+    # Protect a rank's keys where Landlock does not. Engines' processes must read a rank's open files.
     if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
     from megarl.parallel import runtime as parallel
@@ -232,8 +230,8 @@ def run_rank(
             failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             reported = launched and write_error_file(line, error.code)
-            # An error of all engines' ranks may not reach the trainers, so the first of each kind prints. A
-            # launched rank without a file prints too: the launcher may end the others first.
+            # Engines' errors may not reach the trainers, so the first rank of each kind prints. A launched
+            # rank without a file prints too: the launcher may end the others first.
             prints = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
             if not reported and prints:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
@@ -248,7 +246,7 @@ def run_rank(
 
 
 def _leave(code: int) -> None:
-    """End at once. Else torch aborts NCCL's groups, which may wait for other ranks."""
+    """Exit before torch aborts NCCL's groups, which may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`megarl train`: check everything, start the ranks, and train. `megarl replay`: repeat one step."""
+"""`megarl train` and `megarl replay`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(
         int | None,
         Option(metavar="N", help="trace N steps for Perfetto, into run_dir/profile (log.profile)"),
     ] = None,
-    # `ablate` ends together with this process.
+    # process id of `ablate`, with which this one ends
     follow: Annotated[int | None, Option(hidden=True)] = None,
 ) -> int:
     """Train by supervised warm start, GRPO, DAPO, PPO or VAPO: the config's recipe.
@@ -57,7 +57,7 @@ def train(
     if profile is not None:
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
-    # Before the imports, which take seconds. Our ranks get SIGUSR1; SIGTERM ends them.
+    # Before the imports, which take seconds. The ranks get SIGUSR1; SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as held:
         if not passes_on_rank_0(lambda: check_run(config, str(path))):
             return 2
@@ -87,7 +87,7 @@ def train(
 
 
 def check_run(config: Config, where: str) -> None:
-    """Raise a MegarlError for a wrong configuration, before ranks start and a folder is claimed."""
+    """Raise a MegarlError for a wrong configuration, before the ranks start."""
     from megarl.schedule.preflight import preflight
 
     for line in preflight(config, where):
@@ -95,7 +95,7 @@ def check_run(config: Config, where: str) -> None:
 
 
 def begin_run(config: Config, fresh: bool) -> None:
-    """Check the run folder, and write configuration and versions into it."""
+    """Claim the run folder, and write configuration and versions into it."""
     from megarl.observe.prometheus import Exporter
     from megarl.schedule.preflight import claim_run_dir, versions
 
@@ -113,7 +113,7 @@ def begin_run(config: Config, fresh: bool) -> None:
 def lease_of_run(
     config: Config, command: str, wait: float, stop: Callable[[], bool]
 ) -> AbstractContextManager[Lease]:
-    """Return a context with the run's lease, which lasts twice the watchdog's longest wait."""
+    """Return a context with the run's lease, which expires after twice `watchdog.silence`."""
     from megarl.parallel.lease import hold_lease
     from megarl.parallel.runtime import launched_world
 
@@ -132,13 +132,13 @@ def lease_of_run(
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
-    """Return a stop request for signals and the time limit. Without checkpoints signals keep their effect."""
+    """Return a stop request for the time limit, and for signals if the run has checkpoints."""
     checkpoint = config.checkpoint
     return StopRequest(signals if checkpoint.every else (), checkpoint.time_limit, checkpoint.time_margin)
 
 
 def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
-    """Run a rank of `start_ranks`. end: the job's limit, which a restart does not extend."""
+    """Run a rank of `start_ranks`. end: the time limit, which a restart does not extend."""
     with _stop_request(config, signal.SIGUSR1) as stop:
         stop.end = end
         return _train(config, stop, lease, launched=True)
@@ -157,9 +157,9 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
                     rank.serve(watchdog)
                 return
             with closing(build_run(config, runtime)) as run:
-                # megatron-core collects garbage at each save: spare it millions of long-lived objects.
+                # megatron-core collects garbage at each save: spare it millions of objects.
                 gc.freeze()
-                # Else triton's bindings would list the objects as leaks.
+                # Else triton's bindings would list them as leaks.
                 atexit.register(gc.unfreeze)
                 if runtime.rank == 0:
                     reports = {name: asdict(report) for name, report in run.source.reports.items()}
@@ -175,7 +175,7 @@ def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: 
 
         try:
             print(f"report: {plugin('megarl.reports', 'html')([config.run_dir], config.run_dir)}")
-        except ConfigError as error:  # the run is complete without a report
+        except ConfigError as error:  # the run is complete anyway
             print(f"megarl: {error}", file=sys.stderr, flush=True)
     return code
 

@@ -1,4 +1,4 @@
-"""`megarl watch`: show a run of another process, from its folder."""
+"""`megarl watch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megarl weights plan`: estimate the cost of a weight transfer, on any machine."""
+"""`megarl weights plan`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _verify(made: Plan) -> None:
 
 
 def _print_comparison(direct: Mapping[int, RankCost], gather: Mapping[int, RankCost]) -> None:
-    """Print the least, mean and largest figures of a GPU: plan and full gather."""
+    """Print figures per GPU of the plan and a full gather."""
     print(f"{'per GPU':28s}{'the plan: min':>14s}{'mean':>10s}{'max':>10s}", end="")
     print(f"{'full gather: min':>20s}{'mean':>10s}{'max':>10s}")
     for title, figure, decimals in FIGURES:

@@ -1,6 +1,6 @@
-"""The typed configuration, its checks and the errors of the command line. Imports no torch.
+"""The typed configuration, its checks, and errors; imports no torch.
 
-Names are imported at first use, since verifier and tool processes need the errors only."""
+Names are imported at first use, since verifiers and tools need only the errors."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Find contradictions between keys before a process group or a GPU is used. Imports no torch."""
+"""Find contradictions between keys, without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.config.phases import WATCHED
 from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
 from megarl.config.schema.section import Section
 
-# Keys and sections that only runs with a critic use, and those that only runs with rollouts use.
+# Keys and sections that only runs with a critic, or with rollouts, use.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
 SAMPLED = (
     *CRITICS,
@@ -38,8 +38,7 @@ SAMPLED = (
     "schedule.ahead",
 )
 
-# Keys and sections that are read only with some values of a switch: (switch, values). No preset sets them
-# without the switch.
+# Keys and sections that are read only with some values of a switch: (switch, values).
 READ_WITH = {
     "algorithm.tracker_rho": ("advantage", ("tracked",)),
     "algorithm.gamma": ("advantage", ("gae", "return")),
@@ -52,7 +51,7 @@ READ_WITH = {
     "algorithm.fipo": ("surrogate", ("fipo",)),
 }
 
-# Folders that a run creates in its run_dir and may replace.
+# Folders of run_dir that a run may replace.
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "critic_2_pretrained", "eval", "failed"),
     *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
@@ -66,7 +65,7 @@ def check_config(config: Config, where: str) -> None:
 
 
 def real(path: Path) -> Path:
-    """Resolve the links of a path as far as they exist."""
+    """Resolve links as far as they exist."""
     return Path(os.path.realpath(path))
 
 
@@ -100,9 +99,9 @@ def _problems(c: Config) -> Iterator[str]:
 
 
 def _unused(c: Config, reason: str, *keys: str) -> Iterator[str]:
-    """Yield a problem for each of `keys`, or of the keys in these sections, that is not at its default.
+    """Yield a problem for each of these keys or sections that is not at its default.
 
-    A resolved configuration sets every key, so only the value shows a change."""
+    In a resolved configuration only the value shows that a key was set."""
     for dotted in keys:
         section: Any = c
         *parents, name = dotted.split(".")
@@ -507,7 +506,7 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
 
 
 def evaluation_problems(c: Config) -> Iterator[str]:
-    """Yield problems of the entries of data.eval, taken together."""
+    """Yield problems of the entries of data.eval."""
     first: dict[str, int] = {}  # name -> index of its entry
     for i, entry in enumerate(c.data.eval):
         key = f"data.eval[{i}].name"

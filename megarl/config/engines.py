@@ -1,7 +1,6 @@
-"""Registry of rollout engines: class and capabilities of each `rollout.engine`.
+"""Registry of rollout engines, which checks and planner read without torch.
 
-Checks and planner read it without torch. A new engine is a row here, its name in `EngineName`, and a file in
-rollout/engines."""
+docs/extending.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -13,18 +12,16 @@ EngineName = Literal["transformers", "sglang", "sglang_url"]
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """Capabilities of an engine, read by checks, planner, controller and weight sync.
+    """Capabilities of an engine.
 
-    continuous_batching  requests end one by one in engine processes, which may hang and be restarted. The KV
-                         cache takes what rollout.engine_memory leaves. Without it the engine decodes in the
-                         rank, rollout.max_batch responses at once
+    continuous_batching  requests end one by one in engine processes, which can be restarted. Else the engine
+                         decodes in the rank, rollout.max_batch responses at once
     sharded              an engine spans rollout.engine_tp ranks, each with SGLang's tensors (`sglang_shards`
-                         in weights/shards.py), optionally in block FP8. Without it each rank has an engine
-                         with Hugging Face's tensors
+                         in weights/shards.py). Else each rank has an engine with Hugging Face's tensors
     remote               servers at rollout.urls that use no resources of the ranks. The first of every
                          rollout.engine_tp ranks is a client of some of them, with Hugging Face's tensors
     takes_options        accepts rollout.engine_options
-    weight_backend       transfers new weights: a row of `BACKENDS` in sync/backends"""
+    weight_backend       a row of `BACKENDS` in sync/backends"""
 
     continuous_batching: bool = False
     sharded: bool = False
@@ -37,10 +34,10 @@ class EngineCapabilities:
 class EngineEntry:
     """One engine.
 
-    implementation  its class, as module:class
-    package         extra package that it needs
-    install         command that installs the package
-    import_test     statement that runs if the package is installed correctly"""
+    implementation  module:class
+    package         package that it needs
+    install         command that installs it
+    import_test     statement that raises if it is broken"""
 
     implementation: str
     capabilities: EngineCapabilities = EngineCapabilities()

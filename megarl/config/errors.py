@@ -1,4 +1,4 @@
-"""Errors that are reported in one line. The command exits with the error's code."""
+"""Errors that are reported in one line."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from megarl.config.text import printable
 
 
 class MegarlError(Exception):
-    """Base of every error that is reported as one line, without a traceback."""
+    """Base of errors that are reported without a traceback."""
 
-    on_every_rank = True  # raised on all ranks, and rank 0 reports it; else the raising rank reports it
+    on_every_rank = True  # all ranks raise it, and rank 0 reports it; else the raising rank reports it
     code = 2  # exit code of the command
 
     def __str__(self) -> str:
-        """Return one printable line, also if a file name or a library's message is part of it."""
+        """Return one printable line, also with a file name or a library's message in it."""
         return printable(" ".join(line.strip() for line in super().__str__().splitlines()))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty."""
+    """Return the first line of the message, or the class name if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class ConfigError(MegarlError):
-    """A key of the configuration is unknown, of the wrong type, or contradicts another one."""
+    """A key is unknown, has a wrong value, or contradicts another one."""
 
 
 class DataError(MegarlError):
-    """A data file is missing, malformed, or has no usable row."""
+    """A file of data or of a run is missing, damaged, or has no usable rows."""
 
 
 class CheckpointError(MegarlError):
@@ -34,25 +34,23 @@ class CheckpointError(MegarlError):
 
 
 class StorageError(MegarlError):
-    """A required file cannot be written: the disk is full or gone."""
+    """A required file cannot be read or written, e.g. as the disk is full."""
 
 
 class LeaseError(MegarlError):
-    """Another command has taken over the output folder, or may do so now."""
+    """Another command has taken over the output folder, or may do so."""
 
     on_every_rank = False
 
 
 class NumericalError(MegarlError):
-    """A loss, gradient, log-probability or value is not finite; the update was not applied.
+    """A loss, gradient, log-prob or value is not finite; the update was not applied."""
 
-    fatal: a weight is not finite; only a checkpoint helps."""
-
-    fatal = False
+    fatal = False  # a weight is not finite: only a checkpoint helps
 
 
 class DeviceMemoryError(MegarlError):
-    """A phase does not fit on the device, or its offloaded tensors do not fit on the host."""
+    """A phase does not fit on the device, or its offloaded tensors on the host."""
 
     on_every_rank = False
 
@@ -64,11 +62,11 @@ class EngineError(MegarlError):
 
 
 class EngineFailure(EngineError):
-    """An EngineError that needs a restart of the engine: its processes died, hang or return nonsense."""
+    """An EngineError after which the engine must be restarted."""
 
 
 class WaitTimeout(MegarlError):
-    """A wait reached its limit. The message names the awaited thing and the time."""
+    """A wait reached its limit, or a rank cannot be reached."""
 
     on_every_rank = False
 
@@ -84,16 +82,16 @@ class TransferError(MegarlError):
 
 
 class ParityError(MegarlError):
-    """The engine's log-probs are further from the trainer's than rounding explains; nothing was updated."""
+    """Engine and trainer log-probs differ by more than rounding errors; nothing was updated."""
 
 
 class Interrupted(MegarlError):
-    """The run was asked to stop, or its time is up. It is saved; the same command continues it."""
+    """The run was asked to stop, or its time is up. It is saved."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 def error_class(name: str) -> type[MegarlError]:
-    """Return this module's error class by name, or EngineError."""
+    """Return this module's error class, or EngineError."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, MegarlError) else EngineError

@@ -1,8 +1,6 @@
 """Open files safely and write them atomically.
 
-A run stops with one line if a file under `mark_required` cannot be written, and continues without
-`OptionalFiles`.
-`atomic_file` and `append_atomic` leave no partial file or line."""
+A run stops if a file in `mark_required` cannot be written, and continues without one of `OptionalFiles`."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ MAKE_ROOM = "make room; the same command continues from what is whole"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError for anything else.
-
-    Opening a pipe would wait for a writer."""
+    """Open a regular file for reading. Raises OSError, e.g. for a pipe, which would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -39,10 +35,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a file in a model's folder lies inside it after following links.
+    """Return whether a file in a model's folder is inside it after following links.
 
-    Folders of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) link to files in the sibling
-    folder `blobs`; these count as inside."""
+    Links of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) to its folder `blobs` count as
+    inside."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     repository = root.parent.parent
     is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
@@ -50,7 +46,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError if it is missing (message `absent`) or invalid."""
+    """Read a JSON object. Raises CheckpointError if it is missing (with `absent`) or invalid."""
     try:
         with open_regular(path) as file:
             content = json.loads(file.read().decode("utf-8"))
@@ -64,9 +60,7 @@ def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise CheckpointError for a pipe or device in a model's folder.
-
-    Other libraries open its files and would block, or read without end."""
+    """Raise CheckpointError for a pipe or device in a model's folder, where other libraries would block."""
     for path in [*folder.glob("*"), *folder.glob("*templates/*")]:
         with suppress(OSError):  # readers report a broken link
             kind = path.stat().st_mode
@@ -75,7 +69,7 @@ def check_files(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
+    """Flush a file or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,7 +84,7 @@ def describe_error(error: OSError) -> str:
 
 @contextmanager
 def mark_required(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into a StorageError, for files that a run needs."""
+    """Raise an OSError in the block as StorageError, for files that a run needs."""
     try:
         yield
     except OSError as error:
@@ -107,9 +101,7 @@ def to_storage_error(error: OSError) -> StorageError | None:
 
 
 class OptionalFiles:
-    """Optional files of a run, one object per process.
-
-    Reports each unwritable file once, and keeps that line until `take` for the run's events."""
+    """Optional files of a run. One object per process reports each unwritable file once."""
 
     def __init__(self) -> None:
         self._reported: set[Path] = set()
@@ -128,15 +120,15 @@ class OptionalFiles:
                 print(f"megarl: {self._lines[-1]}", file=sys.stderr, flush=True)
 
     def take(self) -> list[str]:
-        """Return the lines since the last call."""
+        """Return the reports since the last call, for the run's events."""
         lines, self._lines = self._lines, []
         return lines
 
 
 def append_atomic(file: FileIO, data: bytes) -> None:
-    """Append all of `data` to an unbuffered file, or nothing. Raises OSError.
+    """Append all of `data` or nothing. Raises OSError.
 
-    A buffer would keep the rest and write it later."""
+    The file is unbuffered, since a buffer would keep the rest and write it later."""
     end, left = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
         while left:
@@ -148,10 +140,9 @@ def append_atomic(file: FileIO, data: bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BufferedWriter]:
-    """Yield a file that replaces `path` once it is complete and on disk.
+    """Yield a file that replaces `path` once it is complete and on disk. After an error the old one stays.
 
-    On any error the old file stays, and no partial file is left. A link's target is replaced, not the link;
-    devices and pipes are written directly."""
+    A link's target is replaced, not the link. Devices and pipes are written directly."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
@@ -171,14 +162,14 @@ def atomic_file(path: Path) -> Iterator[BufferedWriter]:
 
 
 def open_new(path: Path) -> BufferedWriter:
-    """Open a new file for writing, after removing an old file or link. Raises OSError."""
+    """Replace a file or link by a new file, and open it for writing. Raises OSError."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(os.open(path, flags, 0o666), "wb")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` as a `atomic_file`. Raises OSError."""
+    """Write an `atomic_file`. Raises OSError."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     with atomic_file(path) as file:
         file.write(data)

@@ -1,7 +1,6 @@
-"""Load a Config from YAML files and dotted overrides, with one-line errors.
+"""Load a Config from YAML files and dotted overrides.
 
-Later wins: the recipe's preset, files named by `base:` (parents first), the file itself, overrides. Another
-base can replace the file's own, so that ablation rows of a 32B model run at demo scale."""
+Later wins: presets, files named by `base:` (parents first), the file itself, overrides."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ Settings = dict[str, Any]
 MAX_DEPTH = 8  # nested sections; a YAML alias can contain itself
 MAX_VALUES = 100_000  # values of a file after expanding aliases
 COMMAND_LINE = "command line"
-PACKAGE = Path(__file__).resolve().parents[1]  # holds configs/: a link in a checkout, a folder in a wheel
+PACKAGE = Path(__file__).resolve().parents[1]  # has configs/: a link in a checkout, a folder in a wheel
 SHOWN = 60  # characters of a value in a message
 SUGGESTED = 3  # keys in a message
-ENTRY_SECTIONS = (  # sections that are entries of a list or have names chosen by the user
+ENTRY_SECTIONS = (  # entries of lists, and sections that users name
     (r"reward\.terms\.[^.]+", RewardTerm),
     (r"data\.train\[\d+\]", DataEntry),
     (r"data\.eval\[\d+\]", EvaluationSet),
@@ -51,14 +50,14 @@ RENAMED = {  # old key -> new; the old one is refused two minor versions later
 
 
 class Layer(NamedTuple):
-    """Settings of one file or override. nodes: the file's YAML nodes, which know their lines."""
+    """Settings of one file or override."""
 
     name: str
     settings: Settings
-    nodes: Node | None = None
+    nodes: Node | None = None  # the file's YAML nodes, for line numbers
 
     def where(self, key: str) -> str:
-        """Return `file: line n` of a dotted key, or of its closest written section."""
+        """Return `file: line n` of a dotted key, or of the closest section in the file."""
         node, line = self.nodes, 0
         for part in re.findall(r"[^.\[\]]+|\[\d+\]", key):
             if isinstance(node, SequenceNode) and part.startswith("["):
@@ -75,9 +74,9 @@ class Layer(NamedTuple):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
-    """Read, merge and validate. Raises ConfigError naming the file and line (or command line) and the key.
+    """Read, merge and validate. Raises ConfigError with place and key.
 
-    base: replaces the root of the chain of bases. Files above the root override it."""
+    base: replaces the root of the chain of bases, e.g. to run ablations of a 32B model at demo scale."""
     origins: dict[str, Layer] = {}  # dotted key -> what set it
     settings: Settings = {}
     for layer in (*_files(config_file(path), base), *map(_parse_override, overrides)):
@@ -106,23 +105,23 @@ def _section(settings: Settings, name: str) -> Settings:
 
 
 def config_file(name: str | Path, folder: Path = Path()) -> Path:
-    """Resolve `name` in `folder`; a missing `configs/...` is the installed one."""
+    """Return `name` in `folder`, or the installed file for a missing `configs/...`."""
     there, own = folder / name, PACKAGE / name
     return own if Path(name).parts[:1] == ("configs",) and own.is_file() and not there.exists() else there
 
 
 def set_key(key: str, value: int | Path | list[Path]) -> str:
-    """Return an override as text, with paths in quotes so that YAML reads them unchanged."""
+    """Return an override, with paths in quotes so that YAML reads them unchanged."""
     return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved configuration as YAML that `load_config` reads back."""
+    """Return YAML that `load_config` reads back."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def read_yaml(path: Path, whose: str = "") -> Settings:
-    """Read a file's mapping. Raises ConfigError, with `whose` appended, if there is none."""
+    """Read a file's mapping. Raises ConfigError, with `whose` appended."""
     return _read(path, whose).settings
 
 
@@ -146,7 +145,7 @@ def _read(path: Path, whose: str) -> Layer:
 def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> list[Layer]:
     """Read a file and its bases, parents first.
 
-    root: replaces the file without a base. named_by: files that led here, to detect circles."""
+    root: replaces the file without a base. named_by: files that led here"""
     if any(path.resolve() == earlier.resolve() for earlier in named_by):
         circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
@@ -176,7 +175,7 @@ def _parse_override(text: str) -> Layer:
 
 
 def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
-    """Merge `layer` into `into`, section by section; record in `origins` which layer set each key."""
+    """Merge `layer` into `into`, and record in `origins` which layer set each key."""
 
     def merge(into: Settings, settings: Settings, sections: tuple[str, ...]) -> None:
         if len(sections) > MAX_DEPTH:
@@ -201,7 +200,7 @@ def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
     merge(into, layer.settings, ())
 
 
-PLAINER = {  # type of pydantic's error -> our message
+PLAINER = {  # pydantic's error type -> our message
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "must be a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
@@ -215,14 +214,12 @@ PLAINER = {  # type of pydantic's error -> our message
 
 
 def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) -> str:
-    """Return the first problem as `where: key: what is wrong (got value)`, and the number of further keys.
-
-    path: place of missing keys."""
+    """Return the first problem with its place and the number of others. path: place of missing keys."""
     problems = error.errors(include_url=False)
     keys = [_key(problem["loc"]) for problem in problems]
     key, first = keys[0], problems[0]
     parts = key.split(".")
-    sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the key itself first
+    sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     sections = [re.sub(r"\[\d+\]$", "", name) for name in sections]  # a list is set as a whole
     where = next((origins[name].where(key) for name in sections if name in origins), path)
     if first["type"] == "extra_forbidden":
@@ -237,7 +234,7 @@ def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) ->
                 text = "is an empty section: give it keys, or leave it out"
             reasons.append(re.sub("^Input should be ", "must be ", text))
         value = first["input"]
-        # reprlib, since aliases of lists can expand to more than memory holds.
+        # reprlib, since aliases of lists can expand beyond memory.
         shown = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
         shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
         what = f"{' or '.join(dict.fromkeys(reasons)).replace(' or must be ', ' or ')} (got {shown})"
@@ -246,11 +243,9 @@ def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) ->
 
 
 def _key(location: Sequence[str | int]) -> str:
-    """Return the dotted key of an input location, e.g. `data.eval[1].every`.
-
-    Parts below a leaf, such as union members, are dropped."""
+    """Return the dotted key of pydantic's `loc`, e.g. `data.eval[1].every`, without union members."""
     section: type[BaseModel] | None = Config
-    entries: type[BaseModel] | None = None  # section named by the next part: a user's name or a position
+    entries: type[BaseModel] | None = None  # section of the next part: a user's name or an index
     parts: list[str] = []
     for part in location:
         if section is None and entries is None:
@@ -269,7 +264,7 @@ def _key(location: Sequence[str | int]) -> str:
 
 
 def _suggestion(key: str) -> str:
-    """Suggest known keys: similar ones in the same section, else the same name elsewhere."""
+    """Suggest similar keys of the same section, else the same name elsewhere."""
     known = [name for name, _ in fields(Config)]
     known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
     parent, _, last = key.rpartition(".")
@@ -284,7 +279,7 @@ def _suggestion(key: str) -> str:
     return f" (known here: {', '.join(siblings)})"
 
 
-# YAML 1.2 of ruamel.yaml refuses duplicate keys. 1e-6 is a number, `no` and 1:30 are strings, 010 is 10.
+# ruamel.yaml refuses duplicate keys. In YAML 1.2 1e-6 is a number, `no` and 1:30 are strings, 010 is 10.
 
 
 class _Constructor(SafeConstructor):
@@ -296,7 +291,7 @@ class _Constructor(SafeConstructor):
 
 
 class _Representer(SafeRepresenter):
-    """Write YAML that PyYAML (YAML 1.1) reads the same, for other programs that read a run's config."""
+    """Write YAML that other programs' PyYAML (YAML 1.1) reads the same."""
 
     def represent_str(self, data: str) -> ScalarNode:
         plain = _YAML_1_1.resolve(ScalarNode, data, (True, False)) == _YAML_1_1.DEFAULT_SCALAR_TAG
@@ -323,7 +318,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _parse(text: str, where: str) -> tuple[Any, Node | None]:
-    """Return a document's value, and its nodes, which know their lines."""
+    """Return a document's value and nodes."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
@@ -336,7 +331,7 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
         raise ConfigError(f"{where}: not valid YAML: nested too deep") from None
     except MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        problem = str(error.problem).partition(" with value ")[0]  # shortens the one on duplicate keys
+        problem = str(error.problem).partition(" with value ")[0]  # of a duplicate key
         raise ConfigError(f"{where}: {line}not valid YAML: {problem}") from None
     except YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {first_line(error)}") from None
@@ -346,10 +341,10 @@ def _parse(text: str, where: str) -> tuple[Any, Node | None]:
 
 
 def _count_values(node: Node, counts: dict[int, int]) -> int:
-    """Return the number of values after expanding every alias; `counts` caches nodes.
+    """Return the number of values after expanding aliases, which a few lines can nest beyond memory.
 
-    A few lines of nested aliases can expand beyond memory. A node inside itself counts as half of MAX_VALUES:
-    MAX_DEPTH stops one such alias, and two are refused here."""
+    A node inside itself counts as half of MAX_VALUES: MAX_DEPTH stops one such alias, and two are refused
+    here. counts: node -> result."""
     if id(node) not in counts:
         counts[id(node)] = MAX_VALUES // 2 + 1
         children = node.value if isinstance(node, MappingNode | SequenceNode) else []
@@ -359,12 +354,12 @@ def _count_values(node: Node, counts: dict[int, int]) -> int:
     return counts[id(node)]
 
 
-# Cached, since many configurations share a file. Callers must copy the result before changing it.
+# Many configurations share a file. Callers must copy the result before changing it.
 _parsed = lru_cache(maxsize=64)(_parse)
 
 
 def dump_yaml(content: Any) -> str:
-    """Write YAML that `parse_yaml` reads back, in the order of keys."""
+    """Return YAML that `parse_yaml` reads back, with keys in order."""
     yaml: Any = YAML(typ="safe", pure=True)
     stream = StringIO()
     yaml.Representer = _Representer

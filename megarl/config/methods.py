@@ -1,7 +1,6 @@
-"""Registry of methods: function and needs of each policy loss and each advantage.
+"""Registry of policy losses and advantages, which checks and planner read without torch.
 
-Checks and planner read it without torch. A new one is a file in algorithms/methods, its name in
-`PolicyLossName` or `AdvantageName`, and a row here."""
+docs/extending.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ AdvantageName = Literal[
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
 
-    function       its `Surrogate` (algorithms/losses.py), as module:function
-    options        keys of `algorithm` that it also takes, as arguments named by their last part
-    selector       module:function that selects tokens of the whole mini-batch before each update, for
-                   `Tokens.selected`
+    function       module:function of its `Surrogate` (algorithms/losses.py)
+    options        keys of `algorithm` that are further arguments, named by their last part
+    selector       module:function that selects tokens of a mini-batch, for `Tokens.selected`
     has_dual_clip  whether `algorithm.dual_clip` applies"""
 
     function: str
@@ -65,14 +63,14 @@ POLICY_LOSSES: dict[PolicyLossName, PolicyLoss] = {
 class Advantage:
     """One value of `algorithm.advantage`.
 
-    phase           phase that computes it, a row of PHASES (config/phases.py)
+    phase           phase that computes it (config/phases.py)
     function        module:function that the phase calls. For group_advantages it maps `Responses`
-                    (algorithms/advantages.py) to one advantage a response. Empty: the phase's own code
+                    (algorithms/advantages.py) to one advantage a response
     compares_group  whether an advantage depends on the group's other responses
-    critic          input of the critic: responses, prompts, or "" without critic
+    critic          input of the critic; "": no critic
     columns         further rollout columns that it reads
-    returns         module:function for the critic's targets in value pretraining; empty: Monte-Carlo returns
-    states          state kept between steps: (name in a checkpoint, module:function that makes it from
+    returns         module:function of targets in value pretraining; "": Monte-Carlo returns
+    states          state between steps: (name in a checkpoint, module:function that makes it from
                     `algorithm`)"""
 
     phase: str = "group_advantages"
@@ -109,14 +107,14 @@ ADVANTAGES: dict[AdvantageName, Advantage] = {
     ),
 }
 
-# Functions of phase gae_advantages, for whole responses and for `rollout.window`.
+# Functions of phase gae_advantages, without and with `rollout.window`.
 GAE = "megarl.training.columns:add_gae"
 WINDOW_GAE = "megarl.training.methods.tppo:add_window_gae"
-# Function of phase critic_agreement, with several critics.
+# Function of phase critic_agreement.
 CRITIC_AGREEMENT = "megarl.training.methods.asyppo:add_agreement"
 
 
 def load_function(path: str) -> Any:
-    """Import a function by its module:function."""
+    """Import a module:function."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -1,7 +1,6 @@
-"""Phases of each step: order, conditions, tensor groups on the GPU, columns.
+"""Phases of a step: order, conditions, tensor groups on the GPU, batch columns.
 
-`PHASES` is the order. `COLUMNS` lists what each phase reads and writes. Each phase is the function of its
-name in megarl/schedule/phases.py. docs/extending.md shows how to add one."""
+megarl/schedule/phases.py has a function of each phase's name. docs/extending.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Condition = Callable[[Config], bool]
 
 
 def always(config: Config) -> bool:
-    """Return True, for rows without a condition."""
+    """Return True."""
     return True
 
 
@@ -27,16 +26,16 @@ def always(config: Config) -> bool:
 class Phase:
     """One phase of a step.
 
-    name             name of its function, and of the metric time/<name>
+    name             its function, and the metric time/<name>
     stages           stages that have it
     on_gpu           tensor groups it needs; others are offloaded before it. Empty: nothing moves
     when             condition on the configuration
     first_step_only  runs only in the first step after each start of the program
-    reads            columns that an earlier phase must have written
-    writes           columns that it adds or changes
-    may_write        columns that it adds in some runs
 
-    `select_phases` fills `reads`, `writes` and `may_write` from COLUMNS."""
+    `select_phases` fills the others, column names, from COLUMNS:
+    reads            written by an earlier phase
+    writes           added or changed
+    may_write        added in some runs"""
 
     name: str
     stages: tuple[str, ...] = ()
@@ -49,7 +48,7 @@ class Phase:
 
     @cached_property
     def model(self) -> str | None:
-        """The model that runs: actor, critic, reference, reward, teacher or None."""
+        """The model that runs; None in phases of the engine or without a model."""
         owners = {group.partition(".")[0] for group in self.on_gpu}
         return None if "engine" in owners else next(iter(owners), None)
 
@@ -88,12 +87,12 @@ def has_critic(config: Config) -> bool:
 
 
 def has_critics(config: Config) -> bool:
-    """Return whether the run trains several value models (AsyPPO)."""
+    """Return whether there are several value models (AsyPPO)."""
     return config.critic.count > 1 and config.has_critic
 
 
 def has_prompt_critic(config: Config) -> bool:
-    """Return whether the value model reads prompts alone (SPPO)."""
+    """Return whether the critic reads prompts alone (SPPO)."""
     return config.has_prompt_critic
 
 
@@ -102,7 +101,7 @@ def computes_advantages(phase: str) -> Condition:
 
 
 def has_reward_parts(config: Config) -> bool:
-    """Return whether each part of the reward is normalised separately (GDPO)."""
+    """Return whether parts of the reward are normalised separately (GDPO)."""
     return "reward_parts" in config.algorithm.advantage_method.columns
 
 
@@ -119,7 +118,7 @@ def compares_engine(config: Config) -> bool:
 
 
 def has_reference_model(config: Config) -> bool:
-    """Return whether a separate model gives reference log-probs for a KL term."""
+    """Return whether a separate model gives reference log-probs."""
     return config.algorithm.has_reference and config.actor.lora.rank is None
 
 
@@ -129,22 +128,22 @@ def has_reference_in_actor(config: Config) -> bool:
 
 
 def has_teacher_of_top_k(config: Config) -> bool:
-    """Return whether a teacher's top-k tokens are a term of the loss (on-policy distillation)."""
+    """Return whether a teacher's top-k tokens are a term of the loss."""
     return bool(config.teacher.top_k) and config.has_teacher
 
 
 def has_teacher_by_source(config: Config) -> bool:
-    """Return whether a prompt's source decides which teacher scores its responses."""
+    """Return whether a prompt's source selects its teacher."""
     return bool(config.teacher.by_source) and config.has_teacher
 
 
 def corrects_mismatch(config: Config) -> bool:
-    """Return whether the policy loss is weighted by the ratio of trainer to engine."""
+    """Return whether trainer / engine ratios weight the policy loss."""
     return config.algorithm.mismatch.enabled
 
 
 def filters_entropy(config: Config) -> bool:
-    """Return whether tokens on which the critics disagree have no entropy term (AsyPPO)."""
+    """Return whether tokens on which critics disagree have no entropy term (AsyPPO)."""
     return bool(config.algorithm.agreement.filter)
 
 
@@ -177,7 +176,7 @@ PHASES: tuple[Phase, ...] = (
 )
 # fmt: on
 
-# Keys of `watchdog.limits`: phases, and work between them.
+# Keys of `watchdog.limits`.
 WATCHED = (
     *("start", "choose a checkpoint", "resume", *dict.fromkeys(phase.name for phase in PHASES)),
     *("residency", "evaluation", "checkpoint", "export actor", "export critic", "export critic_2"),
@@ -186,9 +185,9 @@ WATCHED = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of the batch that phases read or write, separated by spaces.
+    """Columns of the batch that phases read or write, if condition and stages apply.
 
-    A phase has all rows with its name whose condition and stages apply."""
+    Names are separated by spaces. A phase may have several rows."""
 
     phases: str
     reads: str = ""
@@ -228,7 +227,7 @@ COLUMNS: tuple[Columns, ...] = (
         writes="policy_loss_weights nll_loss_weights value_loss_weights",
     ),
     Columns("distribute", reads="group_ids", when=lambda c: c.update.share_prompts, stages=SAMPLED),
-    Columns("distribute", reads="response_index", when=has_critics),  # decides which critic learns from it
+    Columns("distribute", reads="response_index", when=has_critics),  # selects the critic that it trains
     Columns(
         "old_logprobs",
         reads="tokens engine_logprobs policy_version policy_loss_weights",
@@ -285,7 +284,7 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("actor_update", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("actor_update", reads="entropy_weights", when=filters_entropy),
     Columns("actor_update", reads="ref_logprobs", when=lambda c: c.algorithm.kl_weight > 0),
-    # seeds of the random choice of tokens
+    # seeds of a random choice
     Columns(
         "actor_update",
         reads="group_ids response_index",
@@ -318,11 +317,7 @@ def select_stages(config: Config) -> tuple[str, ...]:
 
 
 def select_phases(config: Config, stage: str | None = None, *, first_step: bool = False) -> tuple[Phase, ...]:
-    """Return the phases of a stage's step in order, with their columns.
-
-    Args:
-        stage: None for the run's main stage.
-        first_step: whether it is the first step after the program started."""
+    """Return the phases of a step in order, with their columns. Default: a later step of the main stage."""
     stage = config.main_stage if stage is None else stage
     if stage == PRETRAINING and not config.has_critic:
         return ()
@@ -335,15 +330,13 @@ def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
     reads = NOTHING.union(*[row.read_names for row in rows])
     writes = NOTHING.union(*[row.written_names for row in rows])
     may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
-    # Faster than dataclasses.replace; the planner calls this thousands of times.
+    # dataclasses.replace is slower; the planner calls this thousands of times.
     own = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
     return Phase(*own, reads, writes, may_write)
 
 
 def replay_phases(config: Config) -> tuple[Phase, ...]:
-    """Return the phases of a step that `megarl replay` repeats, in order.
-
-    The rollout is read from disk, so no engine is on the GPU and no weights are transferred."""
+    """Return the phases of `megarl replay`, which reads the rollout from disk and has no engine."""
     return tuple(
         replace(phase, on_gpu=NOTHING) if phase.name == ROLLOUT else phase
         for phase in select_phases(config)
@@ -354,9 +347,8 @@ def replay_phases(config: Config) -> tuple[Phase, ...]:
 def check_phases(phases: Sequence[Phase]) -> None:
     """Check that phases can run in this order.
 
-    Raises:
-        ValueError: a phase reads a column that no earlier phase writes, or needs an unknown tensor group.
-            Also if it needs the KV cache and an optimizer on the GPU together."""
+    Raises ValueError if a phase reads a column that no earlier phase writes. Also if it needs an unknown
+    tensor group, or the KV cache and an optimizer together."""
     columns: set[str] = set()
     for phase in phases:
         if missing := ", ".join(sorted(phase.reads - columns)):
@@ -370,14 +362,14 @@ def check_phases(phases: Sequence[Phase]) -> None:
 
 
 def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[str]]:
-    """Return the tensor groups on a trainer's GPU in each phase, for a step after the first."""
+    """Return the tensor groups on a trainer's GPU in each phase, for steps after the first."""
     own = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
     elsewhere = ENGINE if config.parallel.rollout_ranks else NOTHING
     if elsewhere or config.rollout.capabilities.remote:
         own -= ENGINE
     keep = own & never_offloaded(config, gpu=config.parallel.device != "cpu")
     resident, found = keep, list[frozenset[str]]()
-    for phase in (*phases, *phases):  # the second pass starts with what the first one leaves
+    for phase in (*phases, *phases):  # a second step starts with the first one's last groups
         if needed := phase.on_gpu - elsewhere:
             resident = keep | (needed & own)
         found.append(resident)
@@ -385,6 +377,6 @@ def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[s
 
 
 def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:
-    """Return the tensor groups that stay on the GPU for the whole run."""
+    """Return the tensor groups that always stay on the GPU."""
     offloads = gpu if config.residency.offload is None else config.residency.offload
     return frozenset(config.residency.keep if offloads else GROUPS)

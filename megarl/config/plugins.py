@@ -1,12 +1,10 @@
-"""Plugins: entry points of other packages (`pyproject.toml`), none of which megarl imports by name.
+"""Plugins: entry points of other packages, which megarl does not import by name.
 
-Groups, and what their entry points name:
-
-megarl.commands    function of a command, by its words: `report`, `data-gym`
-megarl.verifiers   (response, reference answer) -> verdict, by its name in `reward.verifier`
-megarl.answers     text -> its final answer or None: `boxed`, `line`
-megarl.generators  module with `generate`, `first_rows` and `VERIFIER` for entries of data.train: `gym`
-megarl.reports     (run folders, file) -> report written at the end of a run: `html`
+megarl.commands    functions of commands: `report`, `data-gym`
+megarl.verifiers   (response, reference answer) -> verdict
+megarl.answers     text -> final answer or None: `boxed`, `line`
+megarl.generators  modules with `generate`, `first_rows` and `VERIFIER`: `gym`
+megarl.reports     (run folders, file or folder) -> file of the report: `html`
 megarl.abilities   checks of a machine for `megarl doctor`"""
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ REINSTALL = "run `make install`, or `pip install -e .`, again"
 
 @cache
 def plugins(group: str) -> dict[str, EntryPoint]:
-    """Return a group's entry points by name, sorted."""
+    """Return name -> entry point of a group, sorted."""
     return {one.name: one for one in sorted(entry_points(group=group))}
 
 

@@ -1,14 +1,14 @@
 """Presets: values that `recipe: NAME` sets before the file and overrides.
 
-The phases of a step follow from the values, not from the name (megarl/config/phases.py)."""
+The phases of a step follow from the values; only the name `sft` selects others."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Published algorithms as values of the same keys. `config/schema/algorithm.py` names each key's equation.
+# Published algorithms; `config/schema/algorithm.py` names each key's equation.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Supervised warm start: only the positive-example LM loss (VAPO eq. 9), on given responses.
+    # Only the positive-example LM loss (VAPO eq. 9), on given responses.
     "sft": {"algorithm": {"nll_weight": 1.0}},
     # DAPO's "naive GRPO": sample-level loss, symmetric clip, no KL (DAPO section 2.3).
     "grpo": {"algorithm": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2}},
@@ -19,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": {"overlong": {"soft_punishment": True}},
         "actor": {"warmup_steps": 20},
     },
-    # VAPO's base, "vanilla PPO": one response a prompt, one lambda, sample-level loss, no value pretraining.
+    # VAPO's base, "vanilla PPO".
     "ppo": {
         "algorithm": {
             "advantage": "gae",
@@ -30,7 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "rollout": {"prompts": 8192, "group_size": 1},
     },
-    # VAPO section 4, all seven techniques of Table 1. DAPO's overlong punishment is our choice.
+    # VAPO section 4, all techniques of Table 1. Overlong punishment is our choice.
     "vapo": {
         "algorithm": {
             "advantage": "gae",
@@ -44,8 +44,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": {"overlong": {"soft_punishment": True}},
         "value_pretraining": {"steps": 50},
     },
-    # T-PPO, arXiv 2506.15050: VAPO on windows of responses. Values of the authors' implementation (verl pull
-    # request 3728); overlong punishment is our choice.
+    # arXiv 2506.15050: VAPO on windows of responses, with values of the authors' verl pull request 3728.
+    # Overlong punishment is our choice.
     "tppo": {
         "algorithm": {
             "advantage": "gae",
@@ -66,7 +66,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "critic": {"weight_decay": 0.1},
         "value_pretraining": {"steps": 10},
     },
-    # arXiv 2510.01656 (abstract only). Shares, entropy and lambdas are those of a reimplementation for slime.
+    # arXiv 2510.01656 (abstract only). Values of a reimplementation for slime.
     "asyppo": {
         "algorithm": {
             "advantage": "gae",
@@ -78,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "critic": {"count": 2},
     },
-    "vc_ppo": {  # arXiv 2503.01491: PPO with value pretraining and decoupled GAE
+    "vc_ppo": {  # arXiv 2503.01491
         "algorithm": {
             "advantage": "gae",
             "lambda_critic": 1.0,
@@ -88,11 +88,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout": {"prompts": 8192, "group_size": 1},
         "value_pretraining": {"steps": 50},
     },
-    "orz": {  # Open-Reasoner-Zero, arXiv 2503.24290: PPO, both lambdas 1, no KL
+    "orz": {  # Open-Reasoner-Zero, arXiv 2503.24290
         "algorithm": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "whiten": True},
         "rollout": {"prompts": 128, "group_size": 64},
     },
-    "r1_zero": {  # DeepSeek-R1-Zero, arXiv 2501.12948: GRPO with a KL in the loss
+    "r1_zero": {  # DeepSeek-R1-Zero, arXiv 2501.12948
         "algorithm": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001},
     },
     "dr_grpo": {  # arXiv 2503.20783
@@ -114,12 +114,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "update": {"mini_batch": 2048},
     },
-    "cispo": {  # MiniMax-M1, arXiv 2506.13585: no lower bound; with DAPO's sampling and length penalty
+    "cispo": {  # MiniMax-M1, arXiv 2506.13585: no lower bound
         "algorithm": {"advantage": "group", "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    "dppo": {  # arXiv 2602.04879, anchored at the rollout; advantage and denominator of its authors' example
+    "dppo": {  # arXiv 2602.04879 and its authors' example
         "algorithm": {
             "advantage": "group_mean",
             "aggregation": "constant",
@@ -132,7 +132,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {  # arXiv 2511.20347
         "algorithm": {"advantage": "group", "surrogate": "sapo", "aggregation": "sample"},
     },
-    "clip_cov": {  # arXiv 2505.22617 and its authors' scripts: almost no PPO clip
+    "clip_cov": {  # arXiv 2505.22617 and its authors' scripts
         "algorithm": {"advantage": "group", "surrogate": "clip_cov", "clip_low": 1.0, "clip_high": 1.0},
         "rollout": {"dynamic_sampling": {"enabled": True}},
     },
@@ -140,33 +140,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "group", "surrogate": "kl_cov"},
         "rollout": {"dynamic_sampling": {"enabled": True}},
     },
-    "fipo": {  # arXiv 2603.19835: DAPO's loss with other advantages
+    "fipo": {  # arXiv 2603.19835
         "algorithm": {"advantage": "group", "surrogate": "fipo", "clip_high": 0.28, "dual_clip": 10.0},
         "rollout": {"dynamic_sampling": {"enabled": True}},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    # arXiv 2601.05242: GRPO with each reward normalised separately, here correctness and length.
+    # arXiv 2601.05242. The rewards are correctness and length.
     "gdpo": {
         "algorithm": {"advantage": "per_reward", "aggregation": "sample"},
         "reward": {"overlong": {"soft_punishment": True}},
     },
-    # Single-stream Policy Optimization, arXiv 2509.13232, with values of verl-recipe spo/train.sh: eight
-    # updates a rollout, here of 8,192 responses. Token-level loss is our choice.
+    # arXiv 2509.13232, with values of verl-recipe spo/train.sh: eight updates a rollout, here of 8,192
+    # responses. Token-level loss is our choice.
     "spo": {
         "algorithm": {"advantage": "tracked", "aggregation": "token", "clip_high": 0.28, "dual_clip": 10.0},
         "rollout": {"prompts": 8192, "group_size": 1},
         "update": {"mini_batch": 1024},
     },
-    # arXiv 2604.08865 and its 7B script (sustech-nlp/SPPO): a critic of prompts only. Dual clip and the
-    # critic's weight decay are verl's defaults.
+    # arXiv 2604.08865 and its 7B script (sustech-nlp/SPPO). Dual clip and the critic's weight decay are
+    # verl's defaults.
     "sppo": {
         "algorithm": {"advantage": "prompt_value", "aggregation": "token", "dual_clip": 3.0},
         "rollout": {"prompts": 8192, "group_size": 1},
         "actor": {"weight_decay": 0.1},
         "critic": {"lr": 1e-5, "weight_decay": 0.01},
     },
-    # arXiv 2607.07508, section 4.1, mathematics, as quoted by others: VAPO's critic without groups, one
-    # policy update a rollout. For code the clips are 0.8 and 3.0.
+    # arXiv 2607.07508, section 4.1, mathematics, as quoted by others. For code the clips are 0.8 and 3.0.
     "sao": {
         "algorithm": {
             "advantage": "gae",
@@ -185,6 +184,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# With `schedule.ahead` the trainer's weights are newer than those that sampled; truncated importance sampling
-# corrects for it. Not needed if the engine's log-probs are pi_old.
+# With `schedule.ahead` the trainer's weights are newer than those that sampled; this corrects for it. It is
+# not needed if the engine's log-probs are pi_old.
 AHEAD_PRESET: dict[str, Any] = {"algorithm": {"mismatch": {"weight": "token"}}}

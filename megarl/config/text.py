@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# C0 but tab and newline, DEL, C1, bidirectional controls, line and paragraph separators, lone surrogates.
+# C0 without tab and newline, DEL, C1, bidirectional controls, line and paragraph separators, surrogates.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )

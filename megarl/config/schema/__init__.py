@@ -1,7 +1,4 @@
-"""Every key of the configuration, with unit, default and source; imports no torch.
-
-`config.py` has the whole configuration, `section.py` the base class. Each other file is one section.
-`megarl config docs` prints every key."""
+"""Keys of the configuration, without torch: each file but `config.py` and `section.py` is one section."""
 
 from megarl.config.schema.actor import LoraConfig, MuonConfig, OptimizerConfig
 from megarl.config.schema.algorithm import (

@@ -1,4 +1,4 @@
-"""Section `actor`: optimizer, learning rate, frozen parts and LoRA. `critic` has the same keys."""
+"""Section `actor`, whose keys `critic` has too."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class MuonConfig(Section):
     """Muon (arXiv 2502.16982, algorithm 1 and equation 4).
 
     m = momentum m + g; W -= lr (O sqrt(max(rows, columns)) scale + weight_decay W). O is close to U V^T of
-    the singular value decomposition of g + momentum m: Newton-Schulz steps with Jordan's coefficients
-    (3.4445, -4.775, 2.0315)."""
+    the SVD of g + momentum m: Newton-Schulz steps with Jordan's coefficients (3.4445, -4.775, 2.0315)."""
 
     momentum: float = field(0.95, "decay of the gradients' sum", source="arXiv 2502.16982", ge=0, lt=1)
     steps: int = field(5, "Newton-Schulz steps", "steps", "arXiv 2502.16982, section 2.1", ge=1)
@@ -53,7 +52,7 @@ class MuonConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW or Muon, and the learning-rate schedule, with one scheduler step per rollout step."""
+    """Optimizer and learning-rate schedule, with one scheduler step per rollout step."""
 
     optimizer: Literal["adam", "muon"] = field(
         "adam",

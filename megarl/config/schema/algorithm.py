@@ -1,4 +1,4 @@
-"""Section `algorithm`: advantages, policy loss and regularization."""
+"""Section `algorithm`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from megarl.config.schema.section import Section, field, section
 class MismatchConfig(Section):
     """Corrections for the difference between the engine's and the trainer's probabilities.
 
-    The ratio trainer / engine scales the token weights of the policy loss and the KL term, not their
-    denominators. `mismatch/*` is always recorded."""
+    The ratio trainer / engine scales token weights of policy loss and KL term, not denominators."""
 
     weight: Literal["none", "token", "sequence"] = field(
         "none",
@@ -44,7 +43,7 @@ class MismatchConfig(Section):
 
 
 class DppoConfig(Section):
-    """Settings of DPPO; clip_low and clip_high limit probabilities (dppo_tv) or divergence (dppo_kl)."""
+    """DPPO; clip_low and clip_high limit probabilities (dppo_tv) or divergence (dppo_kl)."""
 
     ratio_cap: float = field(20.0, "largest ratio that weights a token", "", "arXiv 2602.04879", gt=0)
     top_k: int = field(
@@ -67,7 +66,7 @@ class SapoConfig(Section):
 
 
 class CovarianceConfig(Section):
-    """Token selection of Clip-Cov and KL-Cov by (advantage - mean advantage) * (log-prob - mean log-prob)."""
+    """Token selection of Clip-Cov and KL-Cov by (advantage - mean) * (log-prob - mean)."""
 
     share: float = field(
         2e-4,
@@ -83,7 +82,7 @@ class CovarianceConfig(Section):
 
 
 class AgreementConfig(Section):
-    """Effects of two critics' agreement, as shares of a step's tokens."""
+    """Effects of critics' agreement, as shares of a step's tokens."""
 
     mask: float = field(
         0.0,
@@ -115,7 +114,7 @@ class FipoConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Techniques of both papers' ablations; others are in `rollout`, `reward` and `value_pretraining`."""
+    """Advantages, policy loss and regularization."""
 
     advantage: AdvantageName = field(
         "group",

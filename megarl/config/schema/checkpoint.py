@@ -1,4 +1,4 @@
-"""Section `checkpoint`: what a run saves, and when."""
+"""Section `checkpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `cluster`: hardware, for plans and estimates."""
+"""Section `cluster`: hardware."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megarl.config.schema.section import Section, field
 
 
 class ClusterConfig(Section):
-    """Peak figures of data sheets by default; speeds are per GPU and direction.
+    """Hardware, for plans; gpus_per_node also decides the route of weights to the engines.
 
-    gpus_per_node also determines the route of weights to the engines."""
+    Speeds are per GPU and direction."""
 
     gpu: str = field(
         "H100", "H100, H200, H800, H20, GB200, A100 (megarl/plan/sizes.py); else give all figures"

@@ -1,4 +1,4 @@
-"""A whole configuration: the recipe, the keys without a section, and every section."""
+"""A whole configuration."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Config(Section):
 
     @property
     def has_engine(self) -> bool:
-        """Return whether an engine samples responses; else they are in the data."""
+        """Return whether an engine samples responses."""
         return self.main_stage == TRAIN
 
     @property
@@ -80,7 +80,7 @@ class Config(Section):
 
     @property
     def gae_function(self) -> str:
-        """Return the module:function for generalised advantages."""
+        """Return the function of phase gae_advantages."""
         return GAE if self.rollout.window is None else WINDOW_GAE
 
     @property
@@ -92,9 +92,7 @@ class Config(Section):
         return self.has_engine and bool(self.teacher.folders)
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
-        """Return whether a set of data.eval with this `every` is evaluated after a step.
-
-        All sets are evaluated before the first and after the last step."""
+        """Return whether a set of data.eval with this `every` is evaluated after a step."""
         interval = every or self.evaluation.every
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
@@ -113,12 +111,12 @@ class Config(Section):
 
     @property
     def responses(self) -> int:
-        """Return the number of trained responses per step."""
+        """Return the trained responses per step."""
         if not self.has_engine:
             return self.supervised.batch
         return self.rollout.prompts * self.rollout.group_size
 
     @property
     def mini_batch(self) -> int:
-        """Return the number of responses per optimizer step of the actor."""
+        """Return the responses per optimizer step of the actor."""
         return self.update.mini_batch if self.has_engine else self.supervised.batch

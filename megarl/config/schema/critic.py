@@ -1,4 +1,4 @@
-"""Section `critic`: the value model and its optimizer."""
+"""Section `critic`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config.schema.section import field
 
 
 class CriticConfig(OptimizerConfig):
-    """The value model, used if `algorithm.advantage` is `gae` or `prompt_value`."""
+    """The value model of `algorithm.advantage` `gae` or `prompt_value`."""
 
     lr: float = field(2e-6, "peak learning rate", source="VAPO section 5.1: critic 2e-6", gt=0)
     path: Path | None = field(

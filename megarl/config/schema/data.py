@@ -1,4 +1,4 @@
-"""Section `data`: files and generated problems, and how they become prompts."""
+"""Section `data`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config.schema.section import Section, field
 
 
 class GymTask(Section):
-    """A task of reasoning-gym; other keys are the task's parameters, checked before a run."""
+    """A task of reasoning-gym; other keys are its parameters, checked before a run."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -39,9 +39,7 @@ class GymTask(Section):
 
 
 class GymConfig(Section):
-    """Problems that reasoning-gym generates and scores (extra `gym`).
-
-    The same section gives the same rows in any process. Seeds of data.train and data.eval are disjoint."""
+    """Problems that reasoning-gym generates and scores (extra `gym`), the same in any process."""
 
     tasks: dict[str, GymTask] = field(
         ..., "name -> {weight, and the task's own parameters}, or a list of names"
@@ -82,7 +80,7 @@ class GymConfig(Section):
 
 
 class DataEntry(Section):
-    """An entry of data.train: a path, or a section with the path, or with what reasoning-gym generates."""
+    """An entry of data.train: a path, or a section with `path` or `gym`."""
 
     path: Path | None = field(None, "parquet or jsonl file; an entry with nothing else may be the path alone")
     gym: GymConfig | None = field(None, "instead of a path: problems that reasoning-gym generates and scores")
@@ -105,13 +103,13 @@ class DataEntry(Section):
 
     @model_serializer(mode="wrap")
     def _as_given(self, plain: SerializerFunctionWrapHandler) -> Any:
-        """Write an entry that has only a path as that path."""
+        """Write a section with only a path as that path."""
         given = {key: value for key, value in plain(self).items() if value is not None}
         return given["path"] if list(given) == ["path"] else given
 
 
 class EvaluationSet(DataEntry):
-    """An entry of data.eval: a path, or a section with `path` or `gym` and settings of this entry."""
+    """An entry of data.eval."""
 
     name: str | None = field(
         None, "name in metrics: eval/<name>/avg and so on; null: scores are grouped by the rows' data_source"
@@ -172,5 +170,5 @@ class DataConfig(Section):
 
     @property
     def has_gym(self) -> bool:
-        """Return whether reasoning-gym generates some rows."""
+        """Return whether some rows are generated."""
         return any(entry.gym for entry in (*self.train, *self.eval))

@@ -1,4 +1,4 @@
-"""Section `evaluation`: when and how `data.eval` is evaluated."""
+"""Section `evaluation`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `guard`: limits that stop a step or raise an alarm."""
+"""Section `guard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `log`: what a run shows and records."""
+"""Section `log`."""
 
 from __future__ import annotations
 

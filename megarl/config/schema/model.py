@@ -1,4 +1,4 @@
-"""Section `model`: the actor's folder, and how its layers compute."""
+"""Section `model`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megarl.config.schema.section import Section, as_list, field, section
 
 
 class Fp8Config(Section):
-    """FP8 matrix products in the layers of actor, critic, reference and reward model.
+    """FP8 matrix products in the layers of the trainer's models.
 
-    Weights, also the engine's, stay in model.dtype. Embedding, heads, norms and attention do not use FP8."""
+    Weights stay in model.dtype. Embedding, heads, norms and attention do not use FP8."""
 
     format: Literal["none", "hybrid", "e4m3"] = field(
         "none", "none: model.dtype; hybrid: e4m3, and e5m2 for gradients of activations; e4m3: for everything"

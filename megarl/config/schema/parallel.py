@@ -1,4 +1,4 @@
-"""Section `parallel`: how the devices are divided."""
+"""Section `parallel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `residency`: which tensors stay on the GPU between phases."""
+"""Section `residency`: tensors on the GPU between phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `reward`: verifier, terms, reward model and length penalty."""
+"""Section `reward`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config.schema.section import Section, field, section
 
 
 class OverlongConfig(Section):
-    """Treatment of responses that reach the length limit (DAPO section 3.4)."""
+    """Responses near or at the length limit (DAPO section 3.4)."""
 
     filter: bool = field(
         False, "mask truncated responses out of the loss", source="DAPO section 3.4, overlong filtering"
@@ -41,7 +41,7 @@ class RewardModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """Reward: weighted verifier's reward + terms + reward model's score + `overlong` penalty."""
+    """Weighted sum of the verifier's reward, terms, reward model's score and `overlong` penalty."""
 
     verifier: str = field(
         "dapo",
@@ -79,7 +79,7 @@ class RewardConfig(Section):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the nonzero weights of the reward's parts, by key; the reward model's is last."""
+        """Return key -> weight of the reward's parts; the reward model's is last."""
         parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
         parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
         parts["model"] = self.model.weight if self.model.path else 0.0

@@ -1,4 +1,4 @@
-"""Section `rollout`: engines, sampling, episodes and dynamic sampling."""
+"""Section `rollout`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from megarl.config.schema.section import Section, field, section
 
 
 class DynamicSamplingConfig(Section):
-    """Replace groups whose responses are all right or all wrong (DAPO eq. 11).
-
-    Such groups carry no group-relative signal."""
+    """Replace groups whose responses are all right or all wrong (DAPO eq. 11)."""
 
     enabled: bool = field(False, "keep groups with 0 < correct < group_size", "", "DAPO eq. 11; not in VAPO")
     by: Literal["accuracy", "score"] = field(
@@ -33,7 +31,7 @@ Sandbox = Literal["strict", "network", "off"]
 
 
 class TurnsConfig(Section):
-    """Limits of an episode with several turns, tools or an environment."""
+    """Limits of an episode with several turns."""
 
     max: int = field(16, "turns of the policy; an episode that wants more is truncated", "turns", ge=1)
     max_tokens: int | None = field(
@@ -161,17 +159,17 @@ class RolloutConfig(Section):
 
     @property
     def is_multi_turn(self) -> bool:
-        """Return whether responses may have several turns."""
+        """Return whether episodes may have several turns."""
         return bool(self.episode or self.tools or self.environment or self.agent)
 
     @property
     def max_extent(self) -> int:
-        """Return the maximum tokens after a prompt, with observations."""
+        """Return the maximum tokens after a prompt."""
         return (self.turns.max_tokens if self.is_multi_turn else None) or self.max_response_tokens
 
     @property
     def windows(self) -> int:
-        """Return the maximum number of steps that sample tokens of one response."""
+        """Return the maximum number of steps that sample one response."""
         return math.ceil(self.max_response_tokens / (self.window or self.max_response_tokens))
 
     @property

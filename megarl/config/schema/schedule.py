@@ -1,4 +1,4 @@
-"""Section `schedule`: how far rollouts run ahead of training."""
+"""Section `schedule`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of all sections, documented fields, and lists of fields."""
+"""Base class of sections, and documented fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS = "our choice"
 
 
 def field(default: Any, doc: str, unit: str = "", source: str = OURS, **bounds: Any) -> Any:
-    """Declare a documented field. `source` cites a paper's section or equation, or is OURS."""
+    """Declare a documented field. source: a paper's section or equation, or OURS"""
     return Field(default, description=doc, json_schema_extra={"unit": unit, "source": source}, **bounds)
 
 
@@ -28,7 +28,7 @@ def section_model(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def entry_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section class of a field's entries (`reward.terms`, `data.eval`), or None."""
+    """Return the section class of entries (`reward.terms`, `data.eval`), or None."""
     return _model_in(field) if get_origin(field.annotation) in (dict, tuple) else None
 
 
@@ -38,7 +38,7 @@ def _model_in(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every leaf of the schema with its dotted key."""
+    """Yield the schema's leaves by dotted key."""
     for name, info in model.model_fields.items():
         below = section_model(info)
         if below is not None:
@@ -48,12 +48,12 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def as_list(value: Any) -> Any:
-    """Return the list of one string, for keys that accept either; anything else as it is."""
+    """Turn a string into a list, for keys that accept either."""
     return [value] if isinstance(value, str) else value
 
 
 class Section(BaseModel):
-    """Base of every section: refuses unknown keys, validates values, is immutable."""
+    """Base of sections: immutable, without unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
@@ -62,7 +62,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse values that pydantic accepts (true as 1, a NUL in a path); expand ~ in paths."""
+        """Refuse true as 1 and NUL characters, which pydantic accepts; expand ~ in paths."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         kinds = (annotation, *get_args(annotation))
         parts = value if isinstance(value, list) else [value]
@@ -74,7 +74,7 @@ class Section(BaseModel):
             raise ValueError("must not hold a NUL character")
         if Path not in kinds:
             return value
-        # A shell does not expand the ~ of `model.path=~/x`.
+        # Shells do not expand the ~ of `model.path=~/x`.
         paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
         if isinstance(value, dict):
             return dict(zip(value, paths, strict=True))

@@ -7,5 +7,5 @@ TRAIN, SUPERVISED, PRETRAINING, EVALUATION = "train", "sft", "value_pretraining"
 
 
 def main_stage(recipe: str) -> str:
-    """Return the stage of a run's steps, except value pretraining."""
+    """Return the stage of steps after value pretraining."""
     return SUPERVISED if recipe == SUPERVISED else TRAIN

@@ -1,4 +1,4 @@
-"""Section `supervised`: the pairs of recipe `sft`."""
+"""Section `supervised`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megarl.config.schema.section import Section, field
 
 
 class SupervisedConfig(Section):
-    """Recipe `sft` only: warm start on prompt/response pairs."""
+    """Recipe `sft`: warm start on prompt/response pairs."""
 
     response_key: str = field(
         "response",

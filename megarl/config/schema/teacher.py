@@ -1,4 +1,4 @@
-"""Section `teacher`: on-policy distillation."""
+"""Section `teacher`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from megarl.config.schema.section import Section, field
 class TeacherConfig(Section):
     """On-policy distillation from a teacher on the same ranks.
 
-    Adds the teacher's log-ratio of each sampled token to the token's advantage, or with `top_k` a KL term
-    to the loss."""
+    Adds the teacher's log-ratio of a token to its advantage, or with `top_k` a KL term to the loss."""
 
     path: Path | None = field(
         None,
@@ -41,7 +40,7 @@ class TeacherConfig(Section):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Return key (`teacher.path`, `teacher.by_source.<data_source>`) -> folder of each teacher."""
+        """Return key -> folder of each teacher."""
         folders: dict[str, Path] = {}
         by_source = {f"teacher.by_source.{source}": path for source, path in self.by_source.items()}
         for key, path in {"teacher.path": self.path, **by_source}.items():

@@ -1,4 +1,4 @@
-"""Section `update`: mini-batches and micro-batches."""
+"""Section `update`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section `value_pretraining`: the critic's steps before the run's first."""
+"""Section `value_pretraining`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.config.schema.section import Section, field
 
 
 class ValuePretrainingConfig(Section):
-    """Fit the critic to Monte-Carlo returns of the frozen initial policy first (VAPO section 4.1)."""
+    """Fit the critic to Monte-Carlo returns of the initial policy first (VAPO section 4.1)."""
 
     steps: int = field(
         0, "rollouts of the frozen policy; 0: no pretraining", "rollout steps", "VAPO section 5.1: 50", ge=0

@@ -1,4 +1,4 @@
-"""Section `watchdog`: how hangs are found."""
+"""Section `watchdog`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.config.schema.section import Section, field
 
 
 class WatchdogConfig(Section):
-    """Detects hangs in a thread on each rank; writes run_dir/heartbeat/ and run_dir/hang-*.txt."""
+    """Detection of hangs."""
 
     limit: float = field(3600.0, "longest time of a phase before the run ends with a report", "seconds", gt=0)
     limits: dict[str, Annotated[float, Field(gt=0)]] = field(
