@@ -1,8 +1,10 @@
 """Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine or on Slurm.
 
+    python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
     python tools/launch.py configs/ablations/dapo_*.yaml steps=100 --seeds 0 1 --executor slurm --nodes 16
 
-Slurm jobs use slurm/common.sh, like slurm/*.sbatch.
+A Slurm job does what slurm/*.sbatch do, by the same slurm/common.sh: preflight, logs per rank, requeue with
+resume.
 """
 
 from __future__ import annotations

@@ -2,12 +2,17 @@
 """Train a pretrained model with several recipes and seeds, and compare the held-out curves.
 
     make results MODEL=smollm2                              # VAPO, DAPO, GRPO, PPO: all missing runs
+    make results MODEL=smollm2 TABLE=vapo                   # VAPO without one of its techniques
     make results MODEL=smollm2 TABLE=methods ARGS=--tune    # find the learning rates of nine methods
     make results MODEL=smollm2 TABLE=methods                # the nine methods with these rates
+    make results MODEL=smollm2 ARGS='--hours 2'             # start no run after two hours
+    make results MODEL=smollm2 ARGS='--check vapo-1'        # repeat a run and compare with its curve
+    make results MODEL=smollm2 ARGS='--figures'             # plot the existing curves
+    make results MODEL=smollm2 ARGS='--gsm8k FILE'          # answer GSM8K before and after each run
 
-The same command continues an interrupted run from its checkpoint. Curves of finished runs are JSON files in
-docs/evidence/results/MODEL. configs/results/MODEL.table.yaml lists tables and rows. docs/real_model.md
-explains them.
+The same command continues an interrupted run from its checkpoint. The curve of a finished run is written to
+docs/evidence/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals,
+metrics of each step. configs/results/MODEL.table.yaml lists the tables and rows.
 """
 
 from __future__ import annotations
