@@ -1,7 +1,6 @@
-"""Weights in HTTP requests, for SGLang servers that the user runs.
+"""Send weights in HTTP requests, to SGLang servers that the user runs.
 
-The leader of the ranks that share a client has whole tensors by their Hugging Face names, serializes each
-bucket once, and posts it to all servers."""
+One rank per client has whole tensors by Hugging Face names, and posts each bucket to all servers."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from megarl.sync.transfer import Staging
 
 
 class HttpEngine(UpdatableEngine, Protocol):
-    """A client of servers that take weights by `update_weights_from_tensor`."""
+    """A client of servers with `update_weights_from_tensor`."""
 
     @property
     def is_updating(self) -> bool:
-        """True if a server of this client takes part in the update."""
+        """Return whether any server takes part in the update."""
 
     def post_weights(self, payload: str, version: int | None) -> None:
         """Post a bucket to all servers that take part.
 
-        payload: base64 of a pickled list of (name, tensor); version: None unless it is the update's last"""
+        payload: base64 of a pickled list of (name, tensor); version: only with the update's last bucket"""
 
 
 class HttpBackend(WeightBackend[HttpEngine]):
