@@ -20,14 +20,14 @@ from megarl.parallel.secret import SIZE, sign, verify
 T = TypeVar("T")
 LONGEST = 2**33  # bytes of a message
 INLINE = 512  # bytes sent with the length
-_TAG = 7  # not that of other point-to-point messages
+_TAG = 7  # of no other point-to-point message
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the next message
 
 
 def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
     """Return every rank's `value`, by rank, on every rank. For small objects, over gloo.
 
-    They go through rank 0: an all-gather sends ranks^2 messages, padded to the longest."""
+    They go through rank 0, as an all-gather sends ranks^2 padded messages."""
     return gather_over(ranks.cpu_group, value, kind)
 
 
@@ -82,7 +82,7 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return all bytes on rank 0: gather heads, then receive the rest of long messages."""
+    """Return all bytes on rank 0: gather heads, then receive long rests."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -127,7 +127,7 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:
-    """Return a group's next message number, which replayed messages lack."""
+    """Return a group's next message number, against replayed messages."""
     members = dist.group.WORLD if group is None else group
     number = _numbers.get(members, 0)
     _numbers[members] = number + 1
@@ -179,7 +179,7 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
 def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
     """Return which entries of this replica are among the `wanted` largest of all, bool [m].
 
-    Orders by `first`, then `then`: [m], the same on every rank of a replica."""
+    They are sorted by `first`, then `then`: [m], the same on every rank of a replica."""
     own = np.stack([first.double().numpy(), then.double().numpy()])
     best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
     if runtime.world > 1:
@@ -214,7 +214,7 @@ def max_over_ranks(ranks: Ranks, value: float) -> float:
 def broadcast_from_last_stage(
     columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
 ) -> dict[str, Tensor]:
-    """Return the last stage's float32 columns [entries] on the host of every stage."""
+    """Return the last stage's float32 columns [entries] on every stage's host."""
     if runtime.layout.pp == 1:
         assert columns is not None
         return columns

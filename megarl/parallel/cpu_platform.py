@@ -1,7 +1,7 @@
 """Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU.
 
-A `TorchFunctionMode` is active only in construction and optimizer steps (`on_cpu`). In forward and backward
-passes plain functions replace Megatron's, so that no torch call is intercepted.
+A `TorchFunctionMode` intercepts torch calls only in construction and optimizer steps (`on_cpu`). Elsewhere
+plain functions replace Megatron's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _InOrder:
-    """Replaces CUDA streams and events: on a CPU everything is in order."""
+    """Replaces CUDA streams and events."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -92,7 +92,7 @@ def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
 
 
 def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
-    """Sum `whole`, of which `part` is a view, in place. gloo's reduce_scatter copies all gradients."""
+    """All-reduce `whole`, of which `part` is a view: gloo's reduce_scatter copies all gradients."""
     if async_op:  # Megatron's coalescing needs its handle
         return distributed.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=True)
     options = distributed.AllreduceOptions()
@@ -101,9 +101,9 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
 
 
 def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
-    """Fill `whole`, of which this rank's `part` is a view, in place. gloo's all_gather copies all weights.
+    """All-reduce `whole`, of which `part` is a view: gloo's all_gather copies all weights.
 
-    A sum of integers, where other ranks have zeros, gives the same bits."""
+    A sum of integers, where other ranks have zeros, is bitwise equal."""
     if async_op:
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     if group.size() == 1:
@@ -124,8 +124,8 @@ LARGE = 64  # maximum ranks of a group on the shared device
 def _share_gloo_devices() -> None:
     """Let gloo groups share a device: a listening socket and a polling thread.
 
-    torch's device per group wakes a hundred times a second, and Megatron has twenty groups. Larger groups
-    than LARGE connect lazily, which gloo supports for only one group per device."""
+    A device per group wakes a hundred times a second, and Megatron has twenty groups. Groups of more than
+    LARGE ranks connect lazily, which gloo supports for only one group per device."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 
@@ -172,9 +172,9 @@ def install() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as latent_attention
 
-    # start_grad_sync, with `part` in `whole`: shard_buffer(bucket.grad_data, ...).
+    # start_grad_sync: shard_buffer(bucket.grad_data, ...)
     gradients.dist_reduce_scatter_func = _sum_gradients
-    # start_param_sync, with `part` in `whole`: shard_buffer(bucket.param_data, ...).
+    # start_param_sync: shard_buffer(bucket.param_data, ...)
     gradients.dist_all_gather_func = _gather_weights
     # total_num_tokens = torch.zeros([], device="cuda"), once per schedule.
     schedules.torch = _TorchWithoutCuda("torch")
@@ -184,7 +184,7 @@ def install() -> None:
         # RouterGatingLinearFunction reads it, but it exists only with Transformer Engine.
         moe_utils.te_general_gemm = None
     if not isinstance(latent_attention.TELinear, type):
-        # 0.16 calls isinstance with it even without Transformer Engine, where it is a MagicMock.
+        # Without Transformer Engine it is a MagicMock, which 0.16 passes to isinstance.
         latent_attention.HAVE_TE = False
     # Megatron's function ignores as_numpy for a tensor on the CPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_counts

@@ -1,7 +1,7 @@
 """Send a step's tokens from the ranks that sampled them to the replicas that train on them.
 
-Each owner sends a replica's share to one of its ranks. These pass the pieces around in a ring, so a rank sends
-at most its own tokens plus that share.
+An owner sends a replica's share to one of its ranks, which pass pieces around in a ring. So a rank sends at
+most its own tokens plus that share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def deliver(
 ) -> TrainBatch:
     """Return the sequences `shares[d]`, in that order, on the ranks `replicas[d]`; none on other ranks.
 
-    All owners and receivers must call this with the same arguments, numbered as in `ranks`."""
+    All owners and receivers must call this with the same shares and replicas."""
     assert batch.owners is not None
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent_columns(batch).items()]
     sizes = row_bytes(batch).tolist()
@@ -35,7 +35,7 @@ def deliver(
     replica = next((d for d, members in enumerate(replicas) if ranks.rank in members), None)
 
     outgoing: dict[int, Tensor] = {}
-    received: dict[int, Tensor] = {}  # by owner, except this rank
+    received: dict[int, Tensor] = {}  # by owner
     for share, members in zip(shares, replicas, strict=True):
         if rows := [row for row in share if owners[row] == ranks.rank]:
             entry = members[number[ranks.rank] % len(members)]
@@ -82,12 +82,12 @@ def row_bytes(batch: RolloutBatch) -> Tensor:
 
 
 def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Return the columns [T] to send; the mask only if lengths do not imply it."""
+    """Return the columns to send; the mask only if lengths do not imply it."""
     return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
 
 
 def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
-    """Encode local sequences: tokens (int32), then columns, of each."""
+    """Encode sequences: of each its tokens (int32), then columns."""
     own, columns, parts = batch.own, _sent_columns(batch), []
     starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
     for place in places:

@@ -9,13 +9,13 @@ import torch
 
 
 class ProcessPeak:
-    """Peak memory of this process since `reset`, on Linux. Shared pages count in part (PSS)."""
+    """Peak memory since `reset`, on Linux. Shared pages count in part (PSS)."""
 
     RESET = Path("/proc/self/clear_refs")
 
     def __init__(self) -> None:
         self._known = os.access(self.RESET, os.W_OK)
-        self._most, self._of_others = 0, 0  # last peak, and other processes' part of it
+        self._most, self._of_others = 0, 0  # last peak, others' part of it
 
     def reset(self) -> None:
         if self._known:
@@ -37,7 +37,7 @@ def _kilobytes(path: Path, key: str) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release torch's cached memory, for the engine's processes."""
+    """Release torch's cached memory, for the engine."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -53,7 +53,7 @@ def reset_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """Return peak bytes of tensors (""), and "reserved" by torch; "device": now used by all processes."""
+    """Return peak bytes of tensors (""), and "reserved" by torch; "device": used now by all."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

@@ -1,7 +1,4 @@
-"""Check the installed SGLang, Megatron and Transformer Engine for the internals in internals.yaml.
-
-The check reads sources without importing them.
-"""
+"""Check that installed libraries have the internals in internals.yaml, without importing them."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from megarl.config.load import parse_yaml
 class Internal(NamedTuple):
     """A function, method, class or attribute of `module`.
 
-    how    replaces: our function replaces it, with `parameters` first, in this order; calls: we pass
-           `parameters` by name; reads: it exists
+    how    replaces: our function takes `parameters` first, in this order; calls: we pass `parameters` by
+           name; reads: it exists
     user   our file
     since  first version that must have it"""
 
@@ -36,7 +33,7 @@ class Internal(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A package. known: versions that were run (docs/evidence/verified.md)."""
+    """A package. known: tested versions (docs/evidence/verified.md)."""
 
     known: str
     internals: list[Internal]
@@ -59,7 +56,7 @@ def read_table() -> dict[str, Package]:
 
 
 def changed(package: str) -> list[str]:
-    """Return a package's differences from the table, one line each."""
+    """Return a package's differences from the table."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -140,7 +137,7 @@ def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
 
 
 def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) of a member, also of bases or assigned in methods."""
+    """Return (module, node) of a member, also of a base, or set in a method."""
     if not isinstance(node, ast.ClassDef):
         return None
     for line in node.body:
@@ -185,7 +182,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def _path(module: str) -> Path | None:
-    """Find a module's file without an import, which may need a GPU."""
+    """Find a module's file; an import may need a GPU."""
     top, *rest = module.split(".")
     spec = find_spec(top) if top else None
     for location in (spec.submodule_search_locations or ()) if spec else ():

@@ -1,7 +1,7 @@
 """Start and end the ranks of a job on one machine. Jobs on several machines use torchrun.
 
-torchrun's agent is no replacement: it forks with threads, leaves engines of ended ranks running, gives no time
-to save, and reports the first dead rank, not the cause.
+torchrun's agent forks with threads, leaves engines of ended ranks running, gives no time to save, and reports
+the first dead rank, not the cause.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken p
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # passed on as SIGUSR1, with a grace period
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
-POLL = 0.1  # seconds between checks of the ranks
-PATIENCE = 30.0  # seconds that ranks have to end after SIGTERM
+POLL = 0.1  # seconds between checks
+PATIENCE = 30.0  # seconds to end after SIGTERM
 HUNG = 124
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-# Exit codes after which a retry may succeed: hung, lost a peer, or killed.
+# Exit codes after which a retry may succeed.
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
@@ -58,9 +58,9 @@ def launch(
     grace: float = 0.0,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run `rank_main` on every rank. Return 0, or the exit code of a failure (`explain_failures`).
+    """Run `rank_main` on every rank. Return 0, or the exit code of `explain_failures`.
 
-    A failure ends all ranks, and prints one line. Raises KeyboardInterrupt after Ctrl-C.
+    A failure ends all ranks. Raises KeyboardInterrupt after Ctrl-C.
 
     rank_main  returns the exit code; picklable, because ranks on GPUs are not forked
     folder     of the run, for messages
@@ -124,7 +124,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """The launcher has received a signal, the argument."""
+    """The launcher received a signal, the argument."""
 
 
 def _start_ranks(
@@ -133,9 +133,7 @@ def _start_ranks(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> None:
-    """Start the ranks and append each to `ranks`.
-
-    Store and secret lie in the error files' folder, which is private."""
+    """Start ranks and append each to `ranks`. Store and secret lie in the error files' folder."""
     world, folder = len(error_files), error_files[0].parent
     context: Any = multiprocessing.get_context("fork" if _may_fork(config) else "spawn")
     make_secret(folder / "secret")
@@ -150,7 +148,7 @@ def _start_ranks(
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the handlers
     gc.collect()
-    gc.freeze()  # collections write to objects' headers, and so copy shared memory
+    gc.freeze()  # collections write to objects, and so copy shared memory
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
@@ -164,7 +162,7 @@ def _start_ranks(
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads before ranks are forked."""
+    """Keep tokenizers from starting threads before ranks are forked."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -177,9 +175,9 @@ def without_tokenizer_threads() -> Iterator[None]:
 
 
 def _may_fork(config: ParallelConfig) -> bool:
-    """Return whether ranks can be forked: without CUDA, and without threads, whose locks would stay locked.
+    """Return whether ranks can be forked: no CUDA, and no threads, whose locks would stay locked.
 
-    Outside Linux, system libraries start threads. pyarrow's jemalloc thread has its locks during a fork."""
+    Outside Linux, system libraries start threads. pyarrow's jemalloc thread is fork-safe."""
     if sys.platform != "linux" or choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -223,7 +221,7 @@ def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
 def environment_of_children() -> dict[str, str]:
     """Return an engine's environment: this one without the launcher's variables.
 
-    SGLang's torch_memory_saver refuses expandable segments, so these are removed too."""
+    SGLang's memory saver refuses expandable segments, so remove these too."""
     of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
     launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
@@ -240,13 +238,13 @@ def environment_of_children() -> dict[str, str]:
 def explain_failures(
     failures: Mapping[int, tuple[int, Any]], folder: Path, forwarded: int | None = None
 ) -> tuple[int, str]:
-    """Return exit code and message of the failure that caused the others. A killed rank: 128 + signal.
+    """Return exit code and message of the first cause. A killed rank's code: 128 + signal.
 
-    failures   rank -> (exit code, negative for a signal; content of its error file, if any)
+    failures   rank -> (exit code, negative for a signal; content of its error file)
     forwarded  signal that ranks received as SIGUSR1
 
-    The order: a hang that a watchdog reported, since the stuck rank is killed too; a killed rank; the first
-    error; ranks that lost peers, or that NCCL or the launcher ended."""
+    The order: a hang, whose stuck rank the watchdog also kills; a killed rank; the first error. Last come ranks
+    that lost peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]

@@ -15,7 +15,7 @@ class Coords(NamedTuple):
     pp: int
 
 
-# Communication overlaps by default above this number of dp * cp ranks.
+# Communication overlaps by default above this dp * cp.
 OVERLAP_ABOVE = 4
 
 
@@ -71,10 +71,10 @@ class Layout:
         return [layer for layer in range(layers) if layer // size % self.pp == pp_rank]
 
     def ep_rank(self, rank: int) -> int:
-        """Return a rank's share of experts: its number within the stage, modulo EP."""
+        """Return a rank's share of experts."""
         return rank % self.stage % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding: a multiple of `tp`."""
+    """Return the rows of Megatron's embedding."""
     return -(-vocab // tp) * tp

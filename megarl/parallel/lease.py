@@ -1,15 +1,14 @@
 """Leases: one command at a time writes into a folder, on all machines that see it.
 
-A command takes the folder by creating a lease file with the next number (lease-000007.json), and deletes older
-ones. Owners renew their file's time, and have lost the lease if the file is gone. The file server sets times,
-so machines' clocks do not matter.
+A command takes the folder by creating the file with the next number (lease-000007.json), and deletes older
+ones. An owner whose file is gone has lost the lease. Owners renew their file's time, which the file server
+sets, so machines' clocks do not matter.
 
 Another command may take over a lease that was released, that nobody renewed for `limit` seconds, or, on the
-owner's machine, whose lock is gone. On Linux a kernel timer kills an owner that cannot renew in time, even a
-stopped one.
+owner's machine, whose lock is gone. On Linux a kernel timer kills even a stopped owner that cannot renew.
 
-filelock's `SoftFileLease` (4.2) is no replacement: an owner that lost its lease keeps writing, and a folder is
-free when one process dies, though other ranks still write.
+filelock's `SoftFileLease` (4.2) is no replacement: an owner that lost it keeps writing, and the death of one
+process frees a folder that other ranks still write.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease of a folder, for all processes of a job."""
+    """A folder's lease, for all processes of a job."""
 
     path: Path
     limit: float
@@ -105,7 +104,7 @@ class Lease:
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
 
-        All but the first leave a file: a command that found the previous lease abandoned may be about to
+        Leases but the first leave a file: a command that found the previous lease abandoned may be about to
         create this number, and must fail."""
         hold = _held_leases.pop(self)
         try:
@@ -124,9 +123,9 @@ class Lease:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease in a thread during the block. Ends this process at once if it is lost.
+        """Renew the lease in a thread during the block. End this process if it is lost.
 
-        Every process that writes into the folder must enter it. New files are private to this user."""
+        Every process that writes into the folder must enter it."""
         if self not in _held_leases:  # handed over by another process
             try:
                 file = open(self.path, "r+b")  # noqa: SIM115 (open as long as the lease)
@@ -176,14 +175,13 @@ def hold_lease(
 ) -> Iterator[Lease]:
     """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without renewal until the lease may be taken over
-    wait      seconds to wait for another command
-    machines  of this command
-    key       names the folder in messages
-    remedy    if another command has the folder
+    limit   seconds without renewal until the lease may be taken over
+    wait    seconds to wait for another command
+    key     names the folder in messages
+    remedy  if another command has the folder
 
-    New files are private to this user. Raises ConfigError if the folder is not writable, not private or taken,
-    and Interrupted if `stop` ended the wait."""
+    New files are private to this user. Raises ConfigError if the folder is not writable, not private or
+    taken, and Interrupted if `stop` ended the wait."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -238,7 +236,7 @@ def private_files() -> Iterator[None]:
 
 
 def _check_private(folder: Path, name: str) -> None:
-    """Raise ConfigError if other users can replace files in a folder; warn if a group can."""
+    """Raise ConfigError if other users can replace files; warn if a group can."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         # Not the process's uid: a file server may map root to another user.
         mine = os.fstat(probe.fileno()).st_uid
@@ -265,10 +263,10 @@ def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
 
 
 def replace_folder(folder: Path) -> None:
-    """Replace a folder by an empty one that is private to this user.
+    """Replace a folder by an empty, private one.
 
     It is renamed first: half deleted, it may lack the file that marks it as megarl's. Raises ConfigError if
-    another command writes there."""
+    another command has it."""
     with hold_lease(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
     old = folder.with_name(f"{folder.name}.old")
@@ -313,7 +311,7 @@ def _is_expired(path: Path, owner: Owner) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a renewal by the file server's clock; 0 if the file is gone."""
+    """Return seconds since renewal by the file server's clock; 0 if the file is gone."""
     with tempfile.TemporaryFile(dir=path.parent) as probe, suppress(FileNotFoundError):
         probe.write(b"now")
         probe.flush()
@@ -350,7 +348,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file for all processes that have it open. Returns False if locks are not supported."""
+    """Lock a file until all processes close it. Returns False without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
@@ -413,7 +411,7 @@ class _Timer:
 
 @dataclass
 class _Hold:
-    """This process's part in a lease. renewed: time.monotonic."""
+    """This process's part in a lease. renewed: monotonic."""
 
     file: IO[bytes]
     renewed: float

@@ -1,6 +1,6 @@
-"""Check the nodes of a job before its ranks start, each alone and all together.
+"""Check the nodes of a job before its ranks start.
 
-Each node reports its progress in the first node's store, so that messages can name a silent one.
+Nodes report progress in the first node's store, so that messages can name a silent one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, op
 MESSAGE = 64 * 2**20
 CONTROL = 2**20
 ROUNDS = 3
-CLOCKS = 5.0  # seconds; beyond them logs and file times mislead
-VISIBLE = 5.0  # seconds until other nodes must see a file
-HEARD = 5.0  # seconds for other nodes to read findings
+CLOCKS = 5.0  # seconds
+VISIBLE = 5.0  # seconds until others must see a file
+HEARD = 5.0  # seconds for others to read findings
 UNSIGNED = 300  # bytes of an unsigned line to print
 OUTLIER = 4.0  # times slower than the median: a problem
 DEVICE_FREE = 0.9
@@ -40,7 +40,7 @@ DEVICE_FREE = 0.9
 
 @dataclass(frozen=True)
 class NodePlace:
-    """This node. limit: seconds for each wait."""
+    """This node's place in the job. limit: seconds for each wait."""
 
     node: int
     nodes: int
@@ -66,7 +66,7 @@ class NodeNeeds:
 
 
 class Findings(NamedTuple):
-    """Results of the checks, the same on every node."""
+    """Results, the same on every node."""
 
     problems: list[str]  # stop the job
     notes: list[str]
@@ -81,7 +81,7 @@ def check_nodes(
 ) -> Findings:
     """Check this node, its differences from others, and the network. Every node calls this.
 
-    problems: of this node, found earlier."""
+    problems: found earlier on this node"""
     first = place.node == 0
     try:
         joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
@@ -89,7 +89,7 @@ def check_nodes(
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     store = SignedStore(joined)
-    secret = needs.folder / f".nodes-{place.port}"  # which other nodes must see
+    secret = needs.folder / f".nodes-{place.port}"  # others must see it
     if not first:
         store.wait("begin", place.limit)
     try:
@@ -121,7 +121,7 @@ def check_nodes(
             return Findings([], ["one node: nothing to measure between nodes"])
         notes: list[str] = []
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
-            # Separate keys: the address of an earlier network is that of a closed socket.
+            # Separate keys: an earlier address has a closed socket.
             own = dist.PrefixStore(f"network/{i}", joined)
             findings = _try_network(own, place, backend, size, bandwidth)
             notes += findings.notes
@@ -216,7 +216,7 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
 
 
 def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
-    """Return the first node's findings on every node. That node leaves last, because it has the store."""
+    """Return the first node's findings on every node. It has the store, so it leaves last."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
@@ -230,9 +230,9 @@ def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) 
 
 
 def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
-    """Return (backend, bytes of a message, least GB/s into a node or None) of the job's networks.
+    """Return (backend, bytes of a message, least GB/s into a node) of the job's networks.
 
-    gloo's control messages often use another interface than NCCL."""
+    gloo's control messages often have another interface."""
     if needs.devices:
         return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
     return [("gloo", MESSAGE, needs.bandwidth)]
@@ -241,14 +241,14 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure GB/s into this node, in a ring, and of an all-reduce over all nodes.
+    """Measure GB/s into this node, in a ring, and of an all-reduce.
 
-    Both are message size / time, not NCCL's bus bandwidth."""
+    Both are message size / time, not bus bandwidth."""
 
     signed = SignedStore(store)
 
     def give_up() -> None:
-        """End the process, the only way out of a collective that hangs."""
+        """End the process, the only way out of a hanging collective."""
         if place.node == 0:
             late, absent = (
                 [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
@@ -300,7 +300,7 @@ def _try_network(
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the fastest seconds of ROUNDS, after a round that connects."""
+    """Return the fewest seconds of ROUNDS, after one that connects."""
     taken = []
     for _ in range(ROUNDS + 1):
         dist.barrier()

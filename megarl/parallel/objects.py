@@ -1,7 +1,6 @@
 """Encode messages as msgpack, and decode them as the type that the receiver names.
 
-Types are msgspec's, tensors, arrays, paths and MegarlErrors. Integers have at most 64 bits, so a user's JSON
-is sent as text.
+Integers have at most 64 bits, so a user's JSON is sent as text.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megarl.config.errors import MegarlError, MessageError, error_class
 
 
 def as_plain(value: Any) -> Any:
-    """Convert values that msgspec does not know."""
+    """Convert a value for msgspec."""
     match value:
         case Tensor():
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -64,7 +63,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=as_plain).encode
 
 
 def decode(data: bytes, kind: Any, sender: str) -> Any:
-    """Decode a `kind`. Raises MessageError for anything else."""
+    """Decode `data` as `kind`. Raises MessageError if that fails."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=from_plain)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:

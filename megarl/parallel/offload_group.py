@@ -1,4 +1,4 @@
-"""Offload tensors to host memory and load them back, in place, so that views stay valid."""
+"""Offload tensors to host memory and load them back, in place: views stay valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Contents = Literal["kept", "constant", "zero"]
 
 
 class HostPool:
-    """Chunks of host memory that all groups share, pinned for a GPU."""
+    """Chunks of host memory for all groups, pinned for a GPU."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.chunk, self._pinned = chunk, device.type == "cuda"
@@ -41,10 +41,9 @@ class HostPool:
 
 
 class OffloadGroup:
-    """The device memory of some tensors, which can be offloaded.
+    """Tensors whose device memory can be offloaded.
 
-    tensors   called each time, as an optimizer's states exist only after its first step; those on other
-              devices are ignored
+    tensors   called each time, as optimizer states exist only after a step; other devices' are ignored
     contents  kept: restored; constant: restored from one copy that stays valid; zero: filled with 0"""
 
     def __init__(
@@ -60,15 +59,13 @@ class OffloadGroup:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on the device when loaded."""
+        """Return device bytes when loaded."""
         if self._away is None:
             return sum(storage.nbytes() for storage in self._storages())
         return sum(size for _, size in self._away)
 
     def offload(self) -> None:
-        """Copy the tensors to host memory and free their device memory.
-
-        Their writers must have been launched on the current stream."""
+        """Move the tensors to host memory. Kernels that wrote them must be on the current stream."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -109,7 +106,7 @@ class OffloadGroup:
                 yield storage
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the storages' parts with their host memory, chunk by chunk."""
+        """Yield the storages' parts with their chunks."""
         chunk, at = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
             whole, start = _bytes(storage), 0

@@ -1,4 +1,4 @@
-"""This process's place in the job: device, rank and process groups, fixed at start."""
+"""This process's device, rank and process groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megarl.parallel.machine import unseen_gpu
 from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
-STORE_FILE = "MEGARL_STORE_FILE"  # path of the store of a job on one machine
+STORE_FILE = "MEGARL_STORE_FILE"  # path of a store for one machine
 
 
 class Ranks(Protocol):
@@ -52,15 +52,15 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers are the first ranks. Then come `rollout_ranks` ranks with only engines; if there are none, the
-    trainers have the engines.
+    Trainers are the first ranks. Then come `rollout_ranks` engine-only ranks; without these, the trainers have
+    the engines.
 
     rank            in the whole job
-    timeout         seconds that a collective may wait
+    timeout         of collectives, seconds
     cpu_group       gloo: all trainers, or all engine-only ranks
     job_group       gloo: all ranks
-    transfer_group  all ranks, for weight transfers; None: the default group
-    store           only if some ranks have only engines"""
+    transfer_group  for weight transfers; None: the default group
+    store           only with engine-only ranks"""
 
     layout: Layout
     rank: int
@@ -126,8 +126,8 @@ class Runtime:
 def choose_device(wanted: str) -> torch.device:
     """Return the device for `parallel.device`; `auto` is CUDA if available.
 
-    Raises ConfigError for `cuda` without a device, and for `auto` if a GPU driver is loaded that torch cannot
-    use: all ranks would train on CPUs."""
+    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use a loaded GPU driver:
+    all ranks would train on CPUs."""
     # CUDA reads this at its first call, below. Megatron's column-parallel layers need it to order
     # communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -187,8 +187,7 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
     """Agree on the job's secret, and return the store. Each wait is at most `seconds`.
 
-    Anybody may connect to torchrun's port, so ranks decode only signed objects. On one machine the store is a
-    file that other users cannot open."""
+    Anybody may connect to torchrun's port, so ranks decode only signed objects."""
     agree_on_secret(secret, seconds, first=launched_rank() == 0)
     sign_pickles()
     if path := os.environ.get(STORE_FILE):
@@ -213,18 +212,17 @@ def remove_secret(secret: Path | None) -> None:
 
 
 def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: Path | None = None) -> Runtime:
-    """Join the job: create process groups and Megatron's parallel state, and set seeds.
+    """Join the job: create process groups and Megatron's parallel state; set seeds.
 
     mixture  the model has experts
     secret   file of the secret under torchrun; None: MEGARL_SECRET_FILE names it
 
-    Engine-only ranks have another default group than trainers, because Megatron and its checkpoints take the
-    default group for all trainers."""
+    Engine-only ranks have another default group, because for Megatron it is that of all trainers."""
     device = choose_device(config.device)
-    # Transformer Engine (2.20) refuses to read delayed scaling's history otherwise: a pickle. megarl makes it
+    # Otherwise Transformer Engine (2.20) refuses the pickle with delayed scaling's history, which megarl makes
     # itself (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    # gloo then reads all addresses from the store in one request.
+    # gloo then reads all addresses in one request.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
@@ -232,10 +230,10 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
     else:
         torch.cuda.set_device(device)
         # torch's cuDNN attention builds a graph for each shape, and decoding has a new one with each token.
-        # Transformer Engine and SGLang do not use it.
+        # Transformer Engine and SGLang do without it.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # Where cuDNN refuses, Transformer Engine (2.20) passes an unbounded window to FlashAttention 4 as -1.
-        # From 4.0.0b30 on that window has no keys: attention is silently 0 (NVIDIA/TransformerEngine#3528).
+        # From 4.0.0b30 on it has no keys: attention is silently 0 (NVIDIA/TransformerEngine#3528).
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
         # Each rank would start up to 32 processes to compile Megatron's few small kernels.
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
@@ -275,7 +273,7 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
 
 def sign_pickles() -> None:
-    """Sign the objects of torch's collectives, which Megatron uses; verify them before unpickling."""
+    """Sign the objects of torch's collectives, and verify them before unpickling."""
     pack, unpack = distributed._object_to_tensor, distributed._tensor_to_object
     if getattr(pack, "signs", False):
         return
@@ -329,10 +327,10 @@ def _connect(
 ) -> None:
     """Use each group once, in the same order on all ranks.
 
-    NCCL creates a group's communicator at its first use, which all members must join. A first transfer in
-    which some ranks send nothing would hang. Also, the engine must measure free memory without its buffers.
+    NCCL creates a group's communicator at its first use, which all members must join: a transfer in which
+    some send nothing would hang. Its buffers must exist before the engine measures free memory.
 
-    init_process_group's `device_id` is no replacement: with a new gloo group only the ranks outside split the
+    init_process_group's `device_id` is no replacement: for a new gloo group, only ranks outside it split the
     NCCL communicator, which hangs."""
     from megatron.core import parallel_state as groups
 
@@ -360,8 +358,8 @@ def _connect(
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
-        # The interleaved schedule sends single messages, with a communicator per pair of ranks. Use its order
-        # and groups (Megatron's p2p_communication.py).
+        # The interleaved schedule has a communicator per pair of ranks. Use its order and groups (Megatron's
+        # p2p_communication.py).
         stages = groups.get_pipeline_model_parallel_group()
         other = dist.group.WORLD if stages.size() == 2 else stages
         is_even = stages.rank() % 2 == 0

@@ -44,14 +44,14 @@ class StopRequest:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
     def should_stop(self, seconds: float = 0.0) -> bool:
-        """Return whether to leave, or no `seconds` are left."""
+        """Return whether to leave before work that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
 
 
 def follow_launcher(parent: int | None = None) -> None:
-    """End by SIGTERM when the parent ends, even if killed. parent: its pid; exit if it has ended already."""
+    """Get SIGTERM when the parent ends, even if killed. Exit if it is not `parent` (pid) any more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:

@@ -1,6 +1,6 @@
-"""Plan a weight transfer: the slices that ranks exchange, and their rounds. Imports without torch.
+"""Plan a weight transfer: slices that ranks exchange, and their rounds. Imports without torch.
 
-Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes."""
+A copy is the intersection of two boxes in Hugging Face coordinates."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from megarl.weights.shards import (
 GPUS_PER_NODE = 8
 ALIGN = 16  # bytes; aligned pieces can be viewed as any dtype
 
-# Formats of targets without the model's dtype. Block FP8 is that of SGLang and published checkpoints: per
-# block of 128 x 128, the original is `weight` (float8_e4m3fn) * `weight_scale_inv` (float32).
+# Formats of targets without the model's dtype. Block FP8 is SGLang's: in each block of 128 x 128, the
+# original is `weight` (float8_e4m3fn) * `weight_scale_inv` (float32).
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -70,14 +70,14 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
+    """All copies, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
     copies: tuple[Copy, ...]
     sources: dict[int, Shards]
     targets: dict[int, Shards]
     formats: Mapping[str, str] = field(default_factory=dict)  # by name; others have the model's dtype
     gpus_per_node: int = GPUS_PER_NODE
-    # Run after `copies`, from a filled target to another one on its node.
+    # Run after `copies`, between targets of a node.
     relays: tuple[Copy, ...] = ()
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
@@ -95,11 +95,11 @@ class Plan:
         return replace(self, copies=copies, relays=relays, targets=targets)
 
     def target_itemsize(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes of a target's element."""
+        """Return bytes per target element."""
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies, with relays replaced by copies from the original source."""
+        """Yield all copies, with relays as copies from the original source."""
         yield from self.copies
         copies = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -154,7 +154,7 @@ class Plan:
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
-    """Return the Hugging Face name and box of a local box. Raises PlanError unless one region contains it."""
+    """Convert a local box to Hugging Face name and box. Raises PlanError unless one region contains it."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
             return region.hf_name, shift(box, region.local_box, region.hf_box)
@@ -173,7 +173,7 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
         raise PlanError(f"{where}: {missing} elements would never be written")
 
 
-# Choice of each box's source, and of the order
+# Choice of sources
 
 Places = dict[int, tuple[str, Box]]
 
@@ -183,7 +183,7 @@ class _Owners:
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
             self.by_node[rank // gpus_per_node].append(rank)
-        self.heap = [(0, rank) for rank in sorted(ranks)]  # (load, rank); loads may be outdated
+        self.heap = [(0, rank) for rank in sorted(ranks)]  # (load, rank)
 
 
 class _Part(NamedTuple):
@@ -221,7 +221,6 @@ def make_plan(
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
@@ -327,12 +326,12 @@ def _collect_parts(
     return parts
 
 
-# Rounds of messages, with bounded staging memory
+# Rounds of messages
 
 
 @dataclass
 class Round:
-    """Messages of one rank in flight together: pieces by peer, as they lie in staging memory."""
+    """Messages of one rank in flight together: pieces by peer, in staging order."""
 
     relays: bool
     size: int = 0  # bytes of staging memory
@@ -354,9 +353,9 @@ def align(size: int) -> int:
 def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
     """Yield every piece that is sent between ranks, in the same order on all ranks.
 
-    In a round, a rank stages at most `bucket_bytes` / 2 for sends and as much for receives (at least one
-    element). A piece goes into the first round with room at both ends after their earlier pieces.
-    There is no deadlock: ranks wait only for peers of the round, so the lowest unfinished one can finish."""
+    In a round a rank stages at most `bucket_bytes` / 2 (at least one element) for sends, and for receives. A
+    piece goes into the first round with room at both ends after their earlier pieces. There is no deadlock:
+    ranks wait only for peers of the round, so the lowest unfinished one can finish."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
@@ -414,7 +413,7 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
 
 
 def engine_ranks(config: Config, trainers: int) -> range:
-    """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
+    """Return ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
     Raises ConfigError if `rollout.engine_tp` does not divide them."""
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
@@ -436,8 +435,8 @@ def engine_targets(
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards) of every rank with an engine. cpu: SGLang's CPU engine.
 
-    The r-th of them has part r % engine_tp of engine r // engine_tp. For servers at URLs, an engine's first
-    rank has all weights. Raises ConfigError if engine_tp does not divide the ranks or the model."""
+    The r-th has part r % engine_tp of engine r // engine_tp; for servers at URLs, an engine's first rank has
+    all. Raises ConfigError if engine_tp does not divide the ranks or the model."""
     ranks, tp, engine = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if engine.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
@@ -481,10 +480,10 @@ def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: Optimize
 def fp8_block(
     sources: Sequence[tuple[int, Shards]], targets: Sequence[tuple[int, Shards]], shapes: Mapping[str, Shape]
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
-    """Add the scales of block FP8 to projections. Return sources, targets, and targets' formats.
+    """Return sources and targets with scales for projections, and targets' formats.
 
-    The scales of tensor x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)]. Every source has all.
-    Raises ConfigError unless targets consist of whole blocks, as SGLang requires."""
+    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], whole on every source. Raises
+    ConfigError unless targets consist of whole blocks, as SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")

@@ -74,7 +74,7 @@ class Staging:
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """Return the memory, uint8 [bytes]: the same tensor until more is reserved."""
+        """Return the memory, uint8: the same tensor until more is reserved."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -82,7 +82,7 @@ class Staging:
         return self._memory
 
     def release(self) -> None:
-        """Free the memory until the next `take`. Views stay valid. No operation may be using it."""
+        """Free the memory until `take`; views stay valid. No operation may be using it."""
         self._memory.untyped_storage().resize_(0)
 
 
@@ -113,17 +113,17 @@ class _BoundRound:
 
 
 class Transfer:
-    """A plan bound to this rank's tensors, to run whenever weights change.
+    """A plan bound to this rank's tensors.
 
     All ranks of the plan run it together. A rank's tensors are on one device, and may move between runs.
-    Sources are converted or quantised before they are sent.
+    Sources are converted or quantised before sending.
 
-    bucket_bytes  limit of staging memory, for sends and receives together
+    bucket_bytes  limit of staging memory
     dtype         of targets without a format. Default: that of this rank's targets
-    group         Default: the whole job. With NCCL, all its ranks must have used it before. If targets are
-                  quantised or checked, all its ranks must take part
+    group         with NCCL, all its ranks must have used it before; if targets are quantised or checked, all
+                  must take part
 
-    Raises ValueError if names, shapes or dtypes of tensors are not the plan's."""
+    Raises ValueError for tensors that do not fit the plan."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Transfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Transfer the present weights. Raises WaitTimeout if a peer does not answer in time."""
+        """Transfer the weights. Raises WaitTimeout if a peer does not answer."""
         start = time.perf_counter()
         self._bind()
         self._scales.update(self._weights, self._group)
@@ -208,7 +208,7 @@ class Transfer:
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
 
     def _bind(self) -> None:
-        """Turn boxes into views of the tensors, unless no tensor has moved since the last run."""
+        """Turn boxes into views, if a tensor has moved since the last run."""
         tensors = (*self._weights.values(), *self._targets.values())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         packed = self._staging.take()
@@ -268,11 +268,10 @@ class Transfer:
     def check(self) -> None:
         """Compare every target with its sources after `run`. All ranks call this.
 
-        Only 64 bits per target are sent. Raises TransferError on every rank, with the names of differing
-        tensors."""
+        Sends 64 bits per target. Raises TransferError on every rank, with the differing tensors."""
         index, mine = self._hash_plan
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas of an engine get the same pieces
+        hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas get the same pieces
         for copy in mine:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
             if key not in hashes:
@@ -323,9 +322,9 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
+    """A plan's block FP8 scales, float32 by tensor, whole on every rank.
 
-    A block may span several source shards, so an all-reduce combines the largest magnitudes of the parts."""
+    A block may span source shards, so an all-reduce combines the largest magnitudes of its parts."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
@@ -350,7 +349,7 @@ class BlockScales:
     def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
         """Compute the scales: a block's largest magnitude / 448 (the largest FP8). Collective.
 
-        A block of zeros gets the smallest normal float32, so that 0 / scale is 0."""
+        Zeros get the smallest normal float32, so that 0 / scale is 0."""
         if not self.tensors:
             return
         self._flat.zero_()

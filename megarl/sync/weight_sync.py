@@ -1,6 +1,6 @@
-"""Bring the actor's weights into all engines, bucket by bucket, and recover failed engines.
+"""Bring the actor's weights into all engines, and recover failed engines.
 
-All ranks call the same methods in the same order, except `recover`: only ranks with engines."""
+All ranks call the same methods in the same order; only ranks with engines call `recover`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class _Guard:
 
 
 class WeightSync:
-    """Brings the actor's weights into the engines. All ranks of the job have one.
+    """Brings the actor's weights into the engines. All ranks have one.
 
     transfers  by bucket
     memory     of all transfers, allocated only during a sync
-    constant   number of first transfers, with frozen weights, which engines that have them skip
+    constant   number of first transfers whose weights are frozen; later syncs skip them
     version    of the last sync
     asleep     tags whose device memory the engines have freed
     failures   of engines since the last sync; more than `max_failures` end the run"""
@@ -123,7 +123,7 @@ class WeightSync:
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)
-        # A failed engine is not called again: after its restart, `_await_ready` restores its sleep.
+        # A failed engine is not called again: `_await_ready` restores its sleep.
         while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(active=self._restart(failures, ranks))
@@ -145,7 +145,7 @@ class WeightSync:
             )
             error.on_every_rank = True
             raise error
-        # All ranks of an engine restart it, but only its leader sees failures.
+        # Only an engine's leader sees failures, but all its ranks restart it.
         tp = self.config.engine_tp
         leader = trainers + (ranks.rank - trainers) // tp * tp
         if self.engine is None or not any(failures[leader : leader + tp]):
@@ -156,8 +156,8 @@ class WeightSync:
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
         """Wait until guarded engines are ready. Restarted ones then free the tags in `asleep`."""
-        # A start may outlast the timeout of a collective. An inactive or failed guard returns None, and no
-        # rank waits for its engine.
+        # A start may outlast a collective's timeout. No rank waits for the engine of an inactive or failed
+        # guard, which returns None.
         engine, is_ready = self.engine, False
         while not is_ready:
             answer = guard(lambda: engine is None or engine.ready(READY_WAIT)) is not False

@@ -1,4 +1,4 @@
-"""Weight backends bring transferred weights into an engine, bucket by bucket. See docs/extending.md."""
+"""Weight backends bring transferred weights into an engine (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.weights.boxes import pack
 
 
 class UpdatableEngine(Protocol):
-    """The methods of RolloutEngine that backends and WeightSync call."""
+    """Methods of RolloutEngine that weights need."""
 
     def ready(self, seconds: float) -> bool: ...
     def restart(self) -> None: ...
@@ -51,7 +51,7 @@ class WeightBackend(ABC, Generic[E]):
 
     keeps_frozen   an engine keeps frozen weights until it restarts
     can_recover    a failed engine can restart
-    reports_notes  updates may have notes for the user (`take_notes`)
+    reports_notes  updates may have notes (`take_notes`)
     alignment      of a bucket's tensors, bytes"""
 
     keeps_frozen: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class WeightBackend(ABC, Generic[E]):
         return self.config.rollout.transfer_bucket * 2**20
 
     def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """Split the names of targets into buckets, identically on every rank.
+        """Split targets' names into buckets, identically on every rank.
 
         frozen: never change; their buckets come first, and later syncs may skip them"""
         leader = plan.targets[min(plan.targets)]
@@ -83,14 +83,14 @@ class WeightBackend(ABC, Generic[E]):
     def connect(self, engine: E, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
         """Connect to this rank's engine. Return the tensors that a transfer writes here, by bucket.
 
-        parts: plans, by bucket; memory: for all buckets, as each is sent before the next is written"""
+        parts: by bucket; memory: for all buckets, as each is sent before the next is written"""
 
     def begin(self) -> None:
         """Begin an update. The engine refuses requests until `finish`."""
         self.engine.begin_update()
 
     def handle(self, bucket: int) -> bytes | None:
-        """Return a handle by which the engine's leader finds this rank's part of a bucket."""
+        """Return a handle of this rank's part of a bucket, for the engine's leader."""
         return None
 
     @abstractmethod
@@ -100,11 +100,11 @@ class WeightBackend(ABC, Generic[E]):
         When all ranks have returned, its memory may be overwritten. handles: by rank of the job"""
 
     def finish(self, version: int) -> None:
-        """End the update. The engine drops all state of the old weights, and adopts `version`."""
+        """End the update. The engine drops state of old weights, and adopts `version`."""
         self.engine.end_update(version)
 
     def recover(self) -> None:
-        """Restart the engine after an EngineFailure. An update with all weights follows."""
+        """Restart a failed engine. An update with all weights follows."""
         self.engine.restart()
 
     def place(self, plan: Plan, name: str, shape: tuple[int, ...], start: int = 0) -> Place:

@@ -21,7 +21,7 @@ class InProcessEngine(UpdatableEngine, Protocol):
 
 
 class InPlaceBackend(WeightBackend[InProcessEngine]):
-    """Lets the transfer write the engine's parameters: one bucket, and one for frozen weights."""
+    """Has one bucket, and one for frozen weights."""
 
     can_recover = False  # its process is the rank
 
@@ -36,4 +36,4 @@ class InPlaceBackend(WeightBackend[InProcessEngine]):
         return [{name: tensors[name] for name in part.targets[self.rank]} for part in parts]
 
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
-        """Do nothing: the transfer has written the parameters."""
+        """Do nothing."""

@@ -1,6 +1,6 @@
 """Share memory with SGLang on the ranks' own devices: a file on a CPU, CUDA IPC on a GPU.
 
-A transfer writes a bucket on each rank. The leader passes handles to the engine's processes, which copy it."""
+The engine's leader passes handles of a bucket to the engine's processes, which copy their shares."""
 
 from __future__ import annotations
 
