@@ -39,7 +39,7 @@ _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # passed on as SIGUSR1, with a grace period
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
 POLL = 0.1  # seconds between checks
-PATIENCE = 30.0  # seconds to end after SIGTERM
+PATIENCE = 30.0  # seconds for ranks to end after SIGTERM
 HUNG = 124
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 # Exit codes after which a retry may succeed.
@@ -70,7 +70,7 @@ def launch(
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
-    forwarded: list[int] = []  # the signal passed on to ranks
+    forwarded: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -124,7 +124,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """The launcher received a signal, the argument."""
+    """The launcher received a signal, whose number is the argument."""
 
 
 def _start_ranks(
@@ -243,8 +243,8 @@ def explain_failures(
     failures   rank -> (exit code, negative for a signal; content of its error file)
     forwarded  signal that ranks received as SIGUSR1
 
-    The order: a hang, whose stuck rank the watchdog also kills; a killed rank; the first error. Last come ranks
-    that lost peers, or that NCCL or the launcher ended."""
+    First comes a hang that a watchdog reported, as the stuck rank is killed too; then a killed rank; then the
+    first error. Last are ranks that lost peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]

@@ -4,11 +4,11 @@ A command takes the folder by creating the file with the next number (lease-0000
 ones. An owner whose file is gone has lost the lease. Owners renew their file's time, which the file server
 sets, so machines' clocks do not matter.
 
-Another command may take over a lease that was released, that nobody renewed for `limit` seconds, or, on the
-owner's machine, whose lock is gone. On Linux a kernel timer kills even a stopped owner that cannot renew.
+docs/reliability.md lists when another command takes over. On Linux a kernel timer kills even a stopped owner
+that cannot renew.
 
-filelock's `SoftFileLease` (4.2) is no replacement: an owner that lost it keeps writing, and the death of one
-process frees a folder that other ranks still write.
+filelock's `SoftFileLease` (4.2) does not end an owner that lost it, and is free when one process dies, though
+other ranks still write.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Lease:
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
 
-        Leases but the first leave a file: a command that found the previous lease abandoned may be about to
+        Every lease but the first leaves a file: a command that found the previous one abandoned may be about to
         create this number, and must fail."""
         hold = _held_leases.pop(self)
         try:
@@ -123,7 +123,7 @@ class Lease:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease in a thread during the block. End this process if it is lost.
+        """Renew the lease in a thread during the block. Ends this process if it is lost.
 
         Every process that writes into the folder must enter it."""
         if self not in _held_leases:  # handed over by another process
@@ -348,7 +348,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until all processes close it. Returns False without locks."""
+    """Lock a file until all processes close it. Returns False if unsupported."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
@@ -411,7 +411,7 @@ class _Timer:
 
 @dataclass
 class _Hold:
-    """This process's part in a lease. renewed: monotonic."""
+    """This process's part in a lease. renewed: time.monotonic."""
 
     file: IO[bytes]
     renewed: float

@@ -244,7 +244,7 @@ def transformer_engine_problem(device_type: str) -> str:
 def cudnn_problem() -> str:
     """Check that the loader finds no older cuDNN than torch's.
 
-    Transformer Engine would silently do without its attention."""
+    Transformer Engine would silently not use cuDNN's attention."""
     torch = importlib.import_module("torch")
     try:
         torch.backends.cudnn.version()

@@ -30,11 +30,11 @@ from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, op
 MESSAGE = 64 * 2**20
 CONTROL = 2**20
 ROUNDS = 3
-CLOCKS = 5.0  # seconds
+CLOCKS = 5.0  # seconds that clocks may differ
 VISIBLE = 5.0  # seconds until others must see a file
 HEARD = 5.0  # seconds for others to read findings
 UNSIGNED = 300  # bytes of an unsigned line to print
-OUTLIER = 4.0  # times slower than the median: a problem
+OUTLIER = 4.0  # a node this many times slower than the median is a problem
 DEVICE_FREE = 0.9
 
 
@@ -121,7 +121,7 @@ def check_nodes(
             return Findings([], ["one node: nothing to measure between nodes"])
         notes: list[str] = []
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
-            # Separate keys: an earlier address has a closed socket.
+            # Separate keys: an earlier network's address leads to a closed socket.
             own = dist.PrefixStore(f"network/{i}", joined)
             findings = _try_network(own, place, backend, size, bandwidth)
             notes += findings.notes
@@ -216,7 +216,7 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
 
 
 def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
-    """Return the first node's findings on every node. It has the store, so it leaves last."""
+    """Return the first node's findings on every node. The first node leaves last: it has the store."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):

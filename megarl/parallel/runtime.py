@@ -52,8 +52,8 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers are the first ranks. Then come `rollout_ranks` engine-only ranks; without these, the trainers have
-    the engines.
+    Trainers are the first ranks. Then come `rollout_ranks` engine-only ranks; without these, the trainers
+    have the engines.
 
     rank            in the whole job
     timeout         of collectives, seconds
@@ -219,8 +219,8 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
     Engine-only ranks have another default group, because for Megatron it is that of all trainers."""
     device = choose_device(config.device)
-    # Otherwise Transformer Engine (2.20) refuses the pickle with delayed scaling's history, which megarl makes
-    # itself (weights/index.py).
+    # Otherwise Transformer Engine (2.20) refuses the pickle with delayed scaling's history, which megarl
+    # makes itself (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     # gloo then reads all addresses in one request.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")

@@ -43,7 +43,7 @@ class _RankRound:
 
 
 def _seconds(nbytes: Sequence[int], cluster: ClusterConfig) -> float:
-    # Both directions of a link run at once, the two links one after the other.
+    # Both directions of a link run at once, the two kinds of links one after the other.
     return (max(nbytes[:2]) / cluster.node_speed + max(nbytes[2:]) / cluster.network_speed) / 1e9
 
 

@@ -173,8 +173,6 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
         raise PlanError(f"{where}: {missing} elements would never be written")
 
 
-# Choice of sources
-
 Places = dict[int, tuple[str, Box]]
 
 
@@ -326,9 +324,6 @@ def _collect_parts(
     return parts
 
 
-# Rounds of messages
-
-
 @dataclass
 class Round:
     """Messages of one rank in flight together: pieces by peer, in staging order."""
@@ -409,9 +404,6 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
         yield from split(copy._replace(src_box=src_box, dst_box=dst_box), limit)
 
 
-# The plan of a run
-
-
 def engine_ranks(config: Config, trainers: int) -> range:
     """Return ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
@@ -435,7 +427,7 @@ def engine_targets(
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards) of every rank with an engine. cpu: SGLang's CPU engine.
 
-    The r-th has part r % engine_tp of engine r // engine_tp; for servers at URLs, an engine's first rank has
+    The r-th rank has part r % engine_tp of engine r // engine_tp; for servers at URLs, its first rank has
     all. Raises ConfigError if engine_tp does not divide the ranks or the model."""
     ranks, tp, engine = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if engine.sharded:

@@ -74,7 +74,7 @@ class Staging:
         self._needed = max(self._needed, size)
 
     def take(self) -> Tensor:
-        """Return the memory, uint8: the same tensor until more is reserved."""
+        """Return the memory, uint8 [bytes]: the same tensor until more is reserved."""
         if self._memory.numel() < self._needed:
             self._memory = torch.empty(self._needed, dtype=torch.uint8, device=self._memory.device)
         elif self.nbytes < self._needed:
@@ -322,7 +322,7 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """A plan's block FP8 scales, float32 by tensor, whole on every rank.
+    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
 
     A block may span source shards, so an all-reduce combines the largest magnitudes of its parts."""
 

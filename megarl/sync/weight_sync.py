@@ -41,7 +41,7 @@ class _Guard:
 
 
 class WeightSync:
-    """Brings the actor's weights into the engines. All ranks have one.
+    """Brings the actor's weights into the engines.
 
     transfers  by bucket
     memory     of all transfers, allocated only during a sync
@@ -100,7 +100,7 @@ class WeightSync:
             failures, _ = self._update(_Guard(active=started_again), ranks)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of these tags in all engines. Without weights, they need a sync."""
+        """Free the device memory of these tags in all engines."""
         self.asleep |= set(tags)
         self.complete &= "weights" not in tags
         self._call_all(lambda engine: engine.sleep(tags))

@@ -17,7 +17,7 @@ from megarl.weights.boxes import pack
 
 
 class UpdatableEngine(Protocol):
-    """Methods of RolloutEngine that weights need."""
+    """The methods of RolloutEngine that a weight sync calls."""
 
     def ready(self, seconds: float) -> bool: ...
     def restart(self) -> None: ...
