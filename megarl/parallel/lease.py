@@ -104,8 +104,8 @@ class Lease:
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
 
-        Every lease but the first leaves a file: a command that found the previous one abandoned may be about to
-        create this number, and must fail."""
+        Every lease but the first leaves a file: a command that found the previous one abandoned may be about
+        to create this number, and must fail."""
         hold = _held_leases.pop(self)
         try:
             if self.path.name == FIRST:
