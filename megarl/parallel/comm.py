@@ -18,21 +18,21 @@ from megarl.parallel.runtime import Ranks, Runtime
 from megarl.parallel.secret import SIZE, sign, verify
 
 T = TypeVar("T")
-LONGEST = 2**33  # maximum bytes of a message
-INLINE = 512  # bytes sent together with the length
-_TAG = 7  # differs from the phases' point-to-point messages
-_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of the next message
+LONGEST = 2**33  # bytes of a message
+INLINE = 512  # bytes sent with the length
+_TAG = 7  # of no other point-to-point message
+_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the next message
 
 
 def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
-    """Return every rank's `value`, by rank, on every rank. For small objects (over gloo).
+    """Return every rank's `value`, by rank, on every rank. For small objects, over gloo.
 
-    They go through rank 0: an all-gather sends ranks x ranks messages, each padded to the longest."""
+    They go through rank 0, as an all-gather sends ranks^2 padded messages."""
     return gather_over(ranks.cpu_group, value, kind)
 
 
 def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
-    """Do as `gather_objects`, over a gloo group of all ranks (None: the default group)."""
+    """Gather like `gather_objects`, over a gloo group (None: the default group)."""
     blobs = _collect(group, encode(value))
     whole = None
     if blobs is not None:
@@ -44,7 +44,7 @@ def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]
 
 
 def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
-    """Return every rank's `value`, by rank, on rank 0; None on the others."""
+    """Return every rank's `value`, by rank, on rank 0; else None."""
     blobs = _collect(ranks.cpu_group, encode(value))
     if blobs is None:
         return None
@@ -52,7 +52,7 @@ def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
 
 
 def gather_shares_to_rank_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None:
-    """Do as `gather_to_rank_0`, without a copy of rank 0's own share."""
+    """Gather like `gather_to_rank_0`, without copying rank 0's share."""
     shares = gather_to_rank_0(ranks, share if ranks.rank else None, kind | None)
     return None if shares is None else [share, *cast(list[T], shares[1:])]
 
@@ -63,12 +63,10 @@ def broadcast_from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
 
 
 def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-    """Exchange bytes (uint8) directly with some ranks.
+    """Exchange bytes (uint8) with some ranks, which must all call this in the same order.
 
-    outgoing  rank -> bytes to send; empty messages are not sent
-    incoming  rank -> number of bytes that it sends
-
-    The named ranks must call this too, in one order of calls."""
+    outgoing  rank -> bytes to send; empty ones are not sent
+    incoming  rank -> number of bytes that it sends"""
     found = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
     group, works = ranks.cpu_group, []
     for rank, tensor in found.items():
@@ -84,7 +82,7 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return all bytes on rank 0: heads in one gather, then the rest of long messages."""
+    """Return all bytes on rank 0: gather heads, then receive long rests."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
@@ -129,7 +127,7 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:
-    """Return a group's next message number, so that no older message is taken for it."""
+    """Return a group's next message number, against replayed messages."""
     members = dist.group.WORLD if group is None else group
     number = _numbers.get(members, 0)
     _numbers[members] = number + 1
@@ -137,7 +135,7 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
-    """Return this process's rank: torch's get_rank does not know the job's group."""
+    """Return this process's rank; torch's get_rank is wrong for the job's group."""
     return dist.get_rank() if group is None else group.rank()
 
 
@@ -148,7 +146,7 @@ def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:
 
 
 def _read_head(head: Tensor, rank: int) -> tuple[bytes, bytes, int]:
-    """Return signature, first bytes, and number of bytes still to come."""
+    """Return signature, first bytes, and number of bytes to come."""
     data = head.numpy().tobytes()
     length, begin = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
     if length > LONGEST:
@@ -161,7 +159,7 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Sum statistics over the data-parallel replicas, each counted once, in rank order."""
+    """Sum statistics over replicas, each counted once, in rank order."""
     mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
     total: dict[str, float] = {}
     for theirs in gather_objects(runtime, mine, dict[str, float]):
@@ -179,9 +177,9 @@ def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
 
 
 def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: int) -> Tensor:
-    """Return which of this replica's entries are among the `wanted` largest of all replicas, bool [m].
+    """Return which entries of this replica are among the `wanted` largest of all, bool [m].
 
-    Entries are ordered by `first`, then `then`; both [m], the same on every rank of a replica."""
+    They are sorted by `first`, then `then`: [m], the same on every rank of a replica."""
     own = np.stack([first.double().numpy(), then.double().numpy()])
     best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
     if runtime.world > 1:
@@ -195,10 +193,9 @@ def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: in
 
 
 def find_among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
-    """Return which of this replica's keys are among the `wanted` smallest of all replicas, bool [m].
+    """Return which keys of this replica are among the `wanted` smallest of all, bool [m].
 
-    keys: int32 [m], not negative. A bisection with a sum per bit finds the bound, because the keys are too
-    many to gather."""
+    keys: int32 [m], not negative, too many to gather: a bisection sums once per bit"""
     every = range(torch.iinfo(keys.dtype).max)
     bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
     return keys < bound
@@ -217,7 +214,7 @@ def max_over_ranks(ranks: Ranks, value: float) -> float:
 def broadcast_from_last_stage(
     columns: dict[str, Tensor] | None, names: Sequence[str], entries: int, runtime: Runtime
 ) -> dict[str, Tensor]:
-    """Return the last stage's float32 columns [entries] on the host of every stage."""
+    """Return the last stage's float32 columns [entries] on every stage's host."""
     if runtime.layout.pp == 1:
         assert columns is not None
         return columns
@@ -233,7 +230,7 @@ def broadcast_from_last_stage(
 
 
 def any_flags(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag whether it is true on any rank. Goes through rank 0."""
+    """Return whether each flag is true on any rank."""
     if ranks.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)
@@ -250,5 +247,5 @@ def any_rank(ranks: Ranks, flag: bool) -> bool:
 
 
 def barrier(ranks: Ranks) -> None:
-    """Wait for every other rank, at most `parallel.timeout`."""
+    """Wait for all ranks, at most `parallel.timeout`."""
     any_rank(ranks, False)

@@ -1,7 +1,7 @@
-"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU. No other module patches anything.
+"""Redirect the CUDA calls of megatron-core 0.16-0.19 to the CPU.
 
-A `TorchFunctionMode` is active only around construction and optimizer steps (`on_cpu`), so no torch call
-of a forward or backward pass is intercepted; there plain functions replace Megatron's.
+A `TorchFunctionMode` intercepts torch calls only in construction and optimizer steps (`on_cpu`). Elsewhere
+plain functions replace Megatron's.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Redirect torch calls in the block; does nothing without `install`."""
+    """Redirect torch calls in the block, if `install` was called."""
     with _CudaToCpu() if _installed else contextlib.nullcontext():
         yield
 
 
 class _InOrder:
-    """Replaces CUDA streams and events: on a CPU everything is in order."""
+    """Replaces CUDA streams and events."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -87,14 +87,12 @@ class _TorchWithoutCuda(types.ModuleType):
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return token counts as an array for all_to_all_single."""
+    """Return counts as an array."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
-    """Sum `whole` over the ranks in place; `part`, this rank's, is a view of it.
-
-    gloo's reduce_scatter would copy all gradients."""
+    """All-reduce `whole`, of which `part` is a view: gloo's reduce_scatter copies all gradients."""
     if async_op:  # Megatron's coalescing needs its handle
         return distributed.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=True)
     options = distributed.AllreduceOptions()
@@ -103,10 +101,9 @@ def _sum_gradients(part: torch.Tensor, whole: torch.Tensor, op: Any, group: Any,
 
 
 def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_op: bool) -> Any:
-    """Fill `whole` with the parts of all ranks in place; `part`, this rank's, is a view of it.
+    """All-reduce `whole`, of which `part` is a view: gloo's all_gather copies all weights.
 
-    gloo's all_gather copies all weights. An integer sum, where other ranks have zeros, gives the same
-    bits."""
+    A sum of integers, where other ranks have zeros, is bitwise equal."""
     if async_op:
         return distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     if group.size() == 1:
@@ -121,15 +118,14 @@ def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_o
     return group.allreduce([bits]).wait()
 
 
-LARGE = 64  # maximum ranks of a group that uses the shared device
+LARGE = 64  # maximum ranks of a group on the shared device
 
 
 def _share_gloo_devices() -> None:
-    """Let this process's gloo groups share a device: a listening socket and a thread that polls.
+    """Let gloo groups share a device: a listening socket and a polling thread.
 
-    torch's device per group wakes a hundred times a second: Megatron's twenty groups keep cores busy. A
-    group of more than LARGE ranks has its own, which connects at first messages; gloo supports that for only
-    one group per device."""
+    A device per group wakes a hundred times a second, and Megatron has twenty groups. Groups of more than
+    LARGE ranks connect lazily, which gloo supports for only one group per device."""
     original: Any = distributed.ProcessGroupGloo
     shared: list[Any] = []
 
@@ -176,20 +172,20 @@ def install() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.transformer.multi_latent_attention as latent_attention
 
-    # start_grad_sync, with `part` in `whole`: shard_buffer(bucket.grad_data, ...).
+    # start_grad_sync: shard_buffer(bucket.grad_data, ...)
     gradients.dist_reduce_scatter_func = _sum_gradients
-    # start_param_sync, with `part` in `whole`: shard_buffer(bucket.param_data, ...).
+    # start_param_sync: shard_buffer(bucket.param_data, ...)
     gradients.dist_all_gather_func = _gather_weights
     # total_num_tokens = torch.zeros([], device="cuda"), once per schedule.
     schedules.torch = _TorchWithoutCuda("torch")
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     if not hasattr(moe_utils, "te_general_gemm"):
-        # RouterGatingLinearFunction compares it with None, but it exists only with Transformer Engine.
+        # RouterGatingLinearFunction reads it, but it exists only with Transformer Engine.
         moe_utils.te_general_gemm = None
     if not isinstance(latent_attention.TELinear, type):
-        # 0.16 calls isinstance(self.linear_proj, TELinear) without Transformer Engine too: a MagicMock.
+        # Without Transformer Engine it is a MagicMock, which 0.16 passes to isinstance.
         latent_attention.HAVE_TE = False
-    # Megatron's function returns a tensor that is already on the CPU unchanged.
+    # Megatron's function ignores as_numpy for a tensor on the CPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_counts
     _installed = True

@@ -1,7 +1,7 @@
-"""Send a step's tokens from the ranks that sampled them to the replicas that train on them, once.
+"""Send a step's tokens from the ranks that sampled them to the replicas that train on them.
 
-Owners send each replica's share to one of its ranks each; these then pass the pieces around in a ring. So
-a rank receives only its replica's share, and sends at most its own tokens plus that share.
+An owner sends a replica's share to one of its ranks, which pass pieces around in a ring. So a rank sends at
+most its own tokens plus that share.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.comm import exchange
 from megarl.parallel.runtime import Ranks
 
-WITH_PROMPT = ("routing",)  # columns with the prompt's tokens too
+WITH_PROMPT = ("routing",)  # columns that include the prompt
 MASK = "response_mask"
 
 
 def deliver(
     ranks: Ranks, batch: RolloutBatch, shares: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
 ) -> TrainBatch:
-    """Return the sequences `shares[d]`, in that order and with all columns, on the ranks `replicas[d]`.
+    """Return the sequences `shares[d]`, in that order, on the ranks `replicas[d]`; none on other ranks.
 
-    Other ranks get no sequences. All owners and receivers must call this with the same shares and replicas,
-    numbered as in `ranks`."""
+    All owners and receivers must call this with the same shares and replicas."""
     assert batch.owners is not None
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent_columns(batch).items()]
     sizes = row_bytes(batch).tolist()
@@ -36,7 +35,7 @@ def deliver(
     replica = next((d for d, members in enumerate(replicas) if ranks.rank in members), None)
 
     outgoing: dict[int, Tensor] = {}
-    received: dict[int, Tensor] = {}  # by owner, except this rank
+    received: dict[int, Tensor] = {}  # by owner
     for share, members in zip(shares, replicas, strict=True):
         if rows := [row for row in share if owners[row] == ranks.rank]:
             entry = members[number[ranks.rank] % len(members)]
@@ -74,7 +73,7 @@ def deliver(
 
 
 def row_bytes(batch: RolloutBatch) -> Tensor:
-    """Return each sequence's encoded bytes, int64 [n]."""
+    """Return encoded bytes per sequence, int64 [n]."""
     sizes = 4 * batch.lengths
     for name, column in _sent_columns(batch).items():
         entry = column.element_size() * int(np.prod(column.shape[1:], dtype=np.int64))
@@ -83,12 +82,12 @@ def row_bytes(batch: RolloutBatch) -> Tensor:
 
 
 def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """Return the columns [T] to send, the same on every rank; the mask only if lengths do not imply it."""
+    """Return the columns to send; the mask only if lengths do not imply it."""
     return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
 
 
 def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
-    """Encode local sequences, each its tokens (int32) and then its columns."""
+    """Encode sequences: of each its tokens (int32), then columns."""
     own, columns, parts = batch.own, _sent_columns(batch), []
     starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
     for place in places:
@@ -109,7 +108,7 @@ def _decode(
     data_by_row: dict[int, np.ndarray],
     kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
 ) -> TrainBatch:
-    """Decode and pack the sequences of `rows`, in this order, with the columns [n]."""
+    """Decode and pack the sequences of `rows`, in this order."""
     index = torch.tensor(rows, dtype=torch.int64)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths[index].cumsum(0)])
     total = int(cu_seqlens[-1])

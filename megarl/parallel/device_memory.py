@@ -1,4 +1,4 @@
-"""Measure the memory of a device and of this process, and release what torch caches."""
+"""Measure the memory of a device and of this process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class ProcessPeak:
-    """Peak memory of this process since `reset`, Linux only. Shared pages count in part (PSS)."""
+    """Peak memory since `reset`, on Linux. Shared pages count in part (PSS)."""
 
     RESET = Path("/proc/self/clear_refs")
 
     def __init__(self) -> None:
         self._known = os.access(self.RESET, os.W_OK)
-        self._most, self._of_others = 0, 0  # last peak, and the part that belongs to others
+        self._most, self._of_others = 0, 0  # last peak, others' part of it
 
     def reset(self) -> None:
         if self._known:
@@ -25,7 +25,7 @@ class ProcessPeak:
         if not self._known:
             return {}
         most = _kilobytes(Path("/proc/self/status"), "VmHWM") * 1024
-        if not 0.95 * self._most < most < 1.05 * self._most:  # reading every page takes milliseconds per GB
+        if not 0.95 * self._most < most < 1.05 * self._most:  # smaps_rollup takes milliseconds per GB
             rollup = Path("/proc/self/smaps_rollup")
             self._most, self._of_others = most, (_kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss")) * 1024
         return {"all": float(most - self._of_others)}
@@ -37,7 +37,7 @@ def _kilobytes(path: Path, key: str) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release memory that torch caches, for the engine's processes."""
+    """Release torch's cached memory, for the engine."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -53,9 +53,7 @@ def reset_device_peak(device: torch.device) -> None:
 
 
 def device_peak(device: torch.device) -> dict[str, float]:
-    """Return peak bytes since `reset_device_peak`, {} on a CPU.
-
-    They are of this process's tensors (""), "reserved" by torch, and now used by all ("device")."""
+    """Return peak bytes of tensors (""), and "reserved" by torch; "device": used now by all."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)

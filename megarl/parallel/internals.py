@@ -1,7 +1,4 @@
-"""Check the undocumented parts of SGLang, Megatron and Transformer Engine that megarl uses.
-
-internals.yaml is the table. The check reads the installed sources without importing them.
-"""
+"""Check that installed libraries have the internals in internals.yaml, without importing them."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from megarl.config.load import parse_yaml
 class Internal(NamedTuple):
     """A function, method, class or attribute of `module`.
 
-    how         replaces: our function replaces it, with `parameters` first, in this order; calls: we call
-                it with `parameters` by name; reads: it exists
-    user        our file that uses it
-    since       first version of the package that must have it"""
+    how    replaces: our function takes `parameters` first, in this order; calls: we pass `parameters` by
+           name; reads: it exists
+    user   our file
+    since  first version that must have it"""
 
     module: str
     name: str
@@ -36,7 +33,7 @@ class Internal(NamedTuple):
 
 
 class Package(NamedTuple):
-    """The parts of a package that megarl uses. known: versions that were run (docs/evidence/verified.md)."""
+    """A package. known: tested versions (docs/evidence/verified.md)."""
 
     known: str
     internals: list[Internal]
@@ -59,7 +56,7 @@ def read_table() -> dict[str, Package]:
 
 
 def changed(package: str) -> list[str]:
-    """Return an installed package's differences from the table, one line each."""
+    """Return a package's differences from the table."""
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -88,7 +85,7 @@ def _problem(entry: Internal) -> str:
 
 
 def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
-    """Return (positional parameters, all names, accepts any name) of a function or class."""
+    """Return (positional parameters, all names, accepts any name)."""
     if isinstance(node, ast.ClassDef):
         constructor = _member(module, node, "__init__") or _member(module, node, "__new__")
         if constructor is not None:
@@ -103,7 +100,7 @@ def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
 
 
 def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
-    """Yield a dataclass's or struct's fields, bases first."""
+    """Yield a dataclass's fields, bases first."""
     for base in _bases(module, node):
         yield from _fields(*base)
     for line in node.body:
@@ -119,7 +116,7 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) that defines `name` or `Class.member`, following imports."""
+    """Return (module, node) that defines `name` or `Class.member`."""
     tree = _tree(module)
     if tree is None:
         return None
@@ -140,7 +137,7 @@ def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
 
 
 def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None:
-    """Return (module, node) of a class's member; bases and assignments in methods count."""
+    """Return (module, node) of a member, also of a base, or set in a method."""
     if not isinstance(node, ast.ClassDef):
         return None
     for line in node.body:
@@ -153,9 +150,7 @@ def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield a module's statements, including those within `if` and `try`.
-
-    A name's first definition is for a complete installation; fallbacks follow."""
+    """Yield statements, including those within `if` and `try`. Fallbacks follow the real definition."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -187,7 +182,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def _path(module: str) -> Path | None:
-    """Return a module's file without importing it, which may need a GPU."""
+    """Find a module's file; an import may need a GPU."""
     top, *rest = module.split(".")
     spec = find_spec(top) if top else None
     for location in (spec.submodule_search_locations or ()) if spec else ():

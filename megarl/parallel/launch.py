@@ -1,7 +1,7 @@
-"""Start the ranks of a job on this machine from one process, and end them.
+"""Start and end the ranks of a job on one machine. Jobs on several machines use torchrun.
 
-Jobs on several machines use torchrun. Its elastic agent is no replacement: it forks with threads, leaves
-engines of ended ranks running, and gives no time to save. It reports the first dead rank, not the cause.
+torchrun's agent forks with threads, leaves engines of ended ranks running, gives no time to save, and reports
+the first dead rank, not the cause.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from megarl.parallel.runtime import LAUNCHED_BY, STORE_FILE, choose_device
 from megarl.parallel.secret import SECRET_FILE, make_secret
 from megarl.parallel.signals import follow_launcher
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path of a rank's error file; torchrun sets it too
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # a rank's error file; torchrun sets it too
 # gloo raises plain RuntimeErrors with these texts.
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # passed on as SIGUSR1, with a grace period
 _HANDLED = (*_TERMINATING, signal.SIGUSR1, signal.SIGALRM)
-POLL = 0.1  # seconds between checks of the ranks
-PATIENCE = 30.0  # seconds that ranks have to end after SIGTERM
+POLL = 0.1  # seconds between checks
+PATIENCE = 30.0  # seconds for ranks to end after SIGTERM
 HUNG = 124
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-# Exit codes after which a retry may succeed: hung, lost a peer, or killed.
+# Exit codes after which a retry may succeed.
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 
@@ -58,27 +58,26 @@ def launch(
     grace: float = 0.0,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run `rank_main` on every rank and wait. Returns 0, or the exit code of the rank that failed first.
+    """Run `rank_main` on every rank. Return 0, or the exit code of `explain_failures`.
 
-    It prints one line about a failure, and ends the other ranks. A killed rank's code is 128 + signal.
-    Raises KeyboardInterrupt after Ctrl-C. On a CPU ranks are forked, and inherit this process's imports.
+    A failure ends all ranks. Raises KeyboardInterrupt after Ctrl-C.
 
-    rank_main  returns the rank's exit code; picklable, because ranks on GPUs are not forked
-    folder     of the run, for the message
-    grace      seconds to save and leave after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
+    rank_main  returns the exit code; picklable, because ranks on GPUs are not forked
+    folder     of the run, for messages
+    grace      seconds to save after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
     meanwhile  called repeatedly; if it raises, the ranks end"""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
-    forwarded: list[int] = []  # signal passed on to the ranks
+    forwarded: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
         if forwarded or number not in _FORWARDED or not grace:
             raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
         forwarded.append(number)
-        # Call the caller's handler too, so that it starts no new ranks.
+        # Notify the caller too, so that it starts no new ranks.
         if callable(before := handlers[signal.Signals(number)]):
             before(number, frame)
         # Not print, which the signal may have interrupted.
@@ -125,7 +124,7 @@ def launch(
 
 
 class _Terminated(BaseException):
-    """Raised in the launcher when it receives a signal, whose number is the argument."""
+    """The launcher received a signal, whose number is the argument."""
 
 
 def _start_ranks(
@@ -134,9 +133,7 @@ def _start_ranks(
     error_files: Sequence[Path],
     ranks: list[BaseProcess],
 ) -> None:
-    """Start the ranks and append each to `ranks`.
-
-    Store and secret are in the error files' folder, which no other user can open."""
+    """Start ranks and append each to `ranks`. Store and secret lie in the error files' folder."""
     world, folder = len(error_files), error_files[0].parent
     context: Any = multiprocessing.get_context("fork" if _may_fork(config) else "spawn")
     make_secret(folder / "secret")
@@ -151,7 +148,7 @@ def _start_ranks(
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the handlers
     gc.collect()
-    gc.freeze()  # collections write to objects' headers, and so copy shared memory
+    gc.freeze()  # collections write to objects, and so copy shared memory
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
@@ -165,7 +162,7 @@ def _start_ranks(
 
 @contextmanager
 def without_tokenizer_threads() -> Iterator[None]:
-    """Keep the tokenizers library from starting threads before ranks are forked."""
+    """Keep tokenizers from starting threads before ranks are forked."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -178,10 +175,9 @@ def without_tokenizer_threads() -> Iterator[None]:
 
 
 def _may_fork(config: ParallelConfig) -> bool:
-    """Return whether ranks can be forked.
+    """Return whether ranks can be forked: no CUDA, and no threads, whose locks would stay locked.
 
-    CUDA does not survive a fork, and other threads' locks would stay locked. Outside Linux, system libraries
-    start threads. jemalloc's thread (pyarrow's allocator) is harmless: it holds its locks during a fork."""
+    Outside Linux, system libraries start threads. pyarrow's jemalloc thread is fork-safe."""
     if sys.platform != "linux" or choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -201,7 +197,7 @@ def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRe
 
 
 def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
-    """End the ranks and their children. Return those that SIGTERM did not end."""
+    """End the ranks and their children. Return the ranks that SIGTERM did not end."""
 
     def send(number: signal.Signals) -> None:
         for rank in ranks:
@@ -223,9 +219,9 @@ def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
 
 
 def environment_of_children() -> dict[str, str]:
-    """Return the environment for an engine's processes.
+    """Return an engine's environment: this one without the launcher's variables.
 
-    It lacks the launcher's variables, and expandable segments, which SGLang's torch_memory_saver refuses."""
+    SGLang's memory saver refuses expandable segments, so remove these too."""
     of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
     launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     kept = {
@@ -242,13 +238,13 @@ def environment_of_children() -> dict[str, str]:
 def explain_failures(
     failures: Mapping[int, tuple[int, Any]], folder: Path, forwarded: int | None = None
 ) -> tuple[int, str]:
-    """Return the exit code and the message for ranks that failed.
+    """Return exit code and message of the first cause. A killed rank's code: 128 + signal.
 
-    failures   rank -> (exit code, negative for a signal; content of the rank's error file, if any)
-    forwarded  signal that the ranks received as SIGUSR1
+    failures   rank -> (exit code, negative for a signal; content of its error file)
+    forwarded  signal that ranks received as SIGUSR1
 
-    The order: a hang that a watchdog reported, since its stuck rank is killed as well; a killed rank; the
-    first error. Ranks come last that lost their peers, or that NCCL or the launcher ended."""
+    First comes a hang that a watchdog reported, as the stuck rank is killed too; then a killed rank; then the
+    first error. Last are ranks that lost peers, or that NCCL or the launcher ended."""
 
     def order(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -292,7 +288,7 @@ def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:
     content = {"message": line, "timestamp": time.time(), "line": line, "code": code, "peer_lost": peer_lost}
     try:
         write_atomic(Path(path), json.dumps(content))
-    except OSError:  # perhaps a full disk, so the caller prints the line
+    except OSError:  # perhaps a full disk
         return False
     return True
 

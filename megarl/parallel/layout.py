@@ -1,4 +1,4 @@
-"""The arrangement of a job's ranks. Needs no torch, so that a laptop can plan a large job."""
+"""The arrangement of a job's ranks. Imports without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Coords(NamedTuple):
-    """A rank's place, fastest-varying dimension first (Megatron's order)."""
+    """A rank's coordinates, fastest-varying first (Megatron's order)."""
 
     tp: int
     cp: int
@@ -15,7 +15,7 @@ class Coords(NamedTuple):
     pp: int
 
 
-# Communication overlaps by default above this number of data- and context-parallel ranks.
+# Communication overlaps by default above this dp * cp.
 OVERLAP_ABOVE = 4
 
 
@@ -23,8 +23,7 @@ OVERLAP_ABOVE = 4
 class Layout:
     """Sizes of tensor, pipeline, data, expert and context parallelism, and virtual pipeline stages.
 
-    Expert parallelism adds no ranks: `ep` neighbours of a stage share the experts. Expert tensor parallelism
-    is 1. Context-parallel ranks have the same weights."""
+    `ep` neighbours of a stage share the experts. Expert tensor parallelism is 1."""
 
     tp: int = 1
     pp: int = 1
@@ -72,10 +71,10 @@ class Layout:
         return [layer for layer in range(layers) if layer // size % self.pp == pp_rank]
 
     def ep_rank(self, rank: int) -> int:
-        """Return a rank's share of the experts: its number within the stage, modulo EP."""
+        """Return a rank's share of experts."""
         return rank % self.stage % self.ep
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `tp`."""
+    """Return the rows of Megatron's embedding."""
     return -(-vocab // tp) * tp

@@ -1,15 +1,14 @@
-"""Leases: one command at a time may write into a folder, on all machines that see it.
+"""Leases: one command at a time writes into a folder, on all machines that see it.
 
-A lease is a file, lease-000007.json. A command takes the folder by creating the file with the next number,
-which only one can. Then it deletes older files: a lease is lost when its file is gone. Owners check that
-whenever they renew the file's time, which the file server sets, so machines' clocks do not matter.
+A command takes the folder by creating the file with the next number (lease-000007.json), and deletes older
+ones. An owner whose file is gone has lost the lease. Owners renew their file's time, which the file server
+sets, so machines' clocks do not matter.
 
-Another command may take over a lease that was released, that nobody renewed for `limit` seconds, or, on the
-owner's machine, whose lock is gone. On Linux a kernel timer kills an owner that cannot renew in time, even
-if it is stopped (SIGSTOP).
+docs/reliability.md lists when another command takes over. On Linux a kernel timer kills even a stopped owner
+that cannot renew.
 
-filelock's `SoftFileLease` (4.2) does not replace this: an owner that lost its lease keeps writing, and a
-folder is free when one process dies, though other ranks still write.
+filelock's `SoftFileLease` (4.2) does not end an owner that lost it, and is free when one process dies, though
+other ranks still write.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a lease, as stored in its file.
+    """A lease's owner, as stored in its file.
 
     machine   see BOOT
     since     seconds since 1970
@@ -75,7 +74,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease. Each process of the job that received it enters `kept`."""
+    """A folder's lease, for all processes of a job."""
 
     path: Path
     limit: float
@@ -105,8 +104,8 @@ class Lease:
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
 
-        Leases but the first leave their number: a command that found the previous lease abandoned may be
-        about to create this number, and must fail."""
+        Every lease but the first leaves a file: a command that found the previous one abandoned may be about
+        to create this number, and must fail."""
         hold = _held_leases.pop(self)
         try:
             if self.path.name == FIRST:
@@ -124,9 +123,9 @@ class Lease:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renew the lease in a thread during the block. Ends this process at once if it is lost.
+        """Renew the lease in a thread during the block. Ends this process if it is lost.
 
-        Every process that writes into the folder must enter it. Its new files are private to this user."""
+        Every process that writes into the folder must enter it."""
         if self not in _held_leases:  # handed over by another process
             try:
                 file = open(self.path, "r+b")  # noqa: SIM115 (open as long as the lease)
@@ -176,14 +175,13 @@ def hold_lease(
 ) -> Iterator[Lease]:
     """Create a folder if necessary, and hold its lease during the block.
 
-    limit     seconds without renewal until the lease may be taken over
-    wait      seconds to wait for another command to leave
-    machines  number of this command's machines
-    key       names the folder in messages
-    remedy    if another command has the folder
+    limit   seconds without renewal until the lease may be taken over
+    wait    seconds to wait for another command
+    key     names the folder in messages
+    remedy  if another command has the folder
 
-    New files are private to this user. Raises ConfigError if the folder is not writable or not private, or if
-    another command has it, and Interrupted if `stop` ended the wait."""
+    New files are private to this user. Raises ConfigError if the folder is not writable, not private or
+    taken, and Interrupted if `stop` ended the wait."""
     name = f"{key}: {folder}" if key else str(folder)
     me = Owner(
         command=command,
@@ -229,7 +227,7 @@ def hold_lease(
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Create files in the block with permissions for this user only (umask 077)."""
+    """Make the block's new files private to this user."""
     before = os.umask(0o077)
     try:
         yield
@@ -238,7 +236,7 @@ def private_files() -> Iterator[None]:
 
 
 def _check_private(folder: Path, name: str) -> None:
-    """Raise ConfigError or OSError if other users can replace files in a folder; warn if a group can."""
+    """Raise ConfigError if other users can replace files; warn if a group can."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         # Not the process's uid: a file server may map root to another user.
         mine = os.fstat(probe.fileno()).st_uid
@@ -249,7 +247,7 @@ def _check_private(folder: Path, name: str) -> None:
         raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {me} ({remedy})")
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{name}: any user may write there (chmod o-w {folder}, or {remedy})")
-    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # a private group
+    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # equal: the user's own group
         group = _get_name(grp.getgrgid, found.st_gid)
         what = f"members of the group {group} may write there, and so act in this user's name"
         print(
@@ -265,10 +263,10 @@ def _get_name(entry: Callable[[int], tuple[Any, ...]], number: int) -> str:
 
 
 def replace_folder(folder: Path) -> None:
-    """Replace a folder by an empty one that is private to this user.
+    """Replace a folder by an empty, private one.
 
-    It is renamed first: half deleted, it would have lost its mark. Raises ConfigError if another command
-    writes there."""
+    It is renamed first: half deleted, it may lack the file that marks it as megarl's. Raises ConfigError if
+    another command has it."""
     with hold_lease(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
     old = folder.with_name(f"{folder.name}.old")
@@ -313,7 +311,7 @@ def _is_expired(path: Path, owner: Owner) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a renewal, by the file server's clock; 0 if the file is gone."""
+    """Return seconds since renewal by the file server's clock; 0 if the file is gone."""
     with tempfile.TemporaryFile(dir=path.parent) as probe, suppress(FileNotFoundError):
         probe.write(b"now")
         probe.flush()
@@ -328,7 +326,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return None
-    # Lock it before writing: a reader of half a file must not conclude that the owner has ended.
+    # Lock first: a reader of half a file must not conclude that the owner has ended.
     file, content = FileIO(descriptor, "r+b"), asdict(owner)
     content["locked"] = _lock(file)
     try:
@@ -350,7 +348,7 @@ def _create(folder: Path, number: int, owner: Owner) -> Lease | None:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until every process that has it open ends. Returns False without locks."""
+    """Lock a file until all processes close it. Returns False if unsupported."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
     except OSError as error:
@@ -413,7 +411,7 @@ class _Timer:
 
 @dataclass
 class _Hold:
-    """This process's share in a lease. renewed: time.monotonic."""
+    """This process's part in a lease. renewed: time.monotonic."""
 
     file: IO[bytes]
     renewed: float

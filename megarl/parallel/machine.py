@@ -1,6 +1,6 @@
-"""Check whether the installed packages fit megarl, each other and the driver.
+"""Check that installed packages fit megarl, each other and the driver.
 
-A problem is one line with its remedy.
+The checks return one line about a problem, else None or "".
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PACKAGES = (
     *("torch", "megatron-core", "triton", "transformers", "transformer-engine", "sglang"),
     *("nemo-run", "tensorboard", "wandb", "numpy", "math-verify", "reasoning-gym"),
 )
-# As in pyproject.toml: the oldest version, and the first that is too new.
+# From pyproject.toml: oldest version, first that is too new.
 SUPPORTED = {"torch": ((2, 11), (3,)), "megatron-core": ((0, 16), (0, 20)), "transformers": ((5, 12), (6,))}
-# Tested megatron-core; the key is True for Python 3.12 or later.
+# Tested version; True: Python 3.12 or later.
 MEGATRON = {False: "0.16.1", True: "0.19.2"}
-# megarl's oldest megatron-core that imports triton, without requiring it.
+# The first megatron-core that imports triton without requiring it.
 IMPORTS_TRITON = (0, 18)
-# The oldest driver by major version of CUDA (toolkit's release notes).
+# The oldest driver by CUDA's major version.
 DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 LOCK = Path(__file__).parents[2] / "requirements-gpu.txt"
 LOCKED_FIRST = (
@@ -46,7 +46,7 @@ LOCKED_FIRST = (
 )
 INSTALL = "make install-gpu"
 NEEDS_TE = "needs a CUDA device and transformer-engine"
-# Products with the shape of a small model's layers.
+# Matrices of a small model.
 MATRIX_RATES = """
 import time, torch
 for dtype in (torch.float32, torch.bfloat16):
@@ -67,9 +67,9 @@ def cores() -> int:
 
 
 def matrix_rates(processes: int) -> dict[str, float]:
-    """Measure the GFLOP/s of one core in `fp32` and `bf16`, while `processes` processes multiply.
+    """Measure one core's GFLOP/s in `fp32` and `bf16`, while `processes` processes multiply.
 
-    They are separate processes: ranks may be forked from this one, which must not have torch's threads."""
+    This process may fork ranks, so it starts no torch threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", MATRIX_RATES]
     started = [
@@ -96,7 +96,7 @@ def installed() -> dict[str, str]:
 
 
 def find_misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
-    """Return one line about the first package that megarl cannot run with, None if all fit."""
+    """Find the first unsuitable package."""
     works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
     for name, (oldest, newer) in SUPPORTED.items():
         bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newer))}"
@@ -112,7 +112,7 @@ def find_misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | N
 
 
 def check_packages() -> None:
-    """Raise ConfigError for an unsuitable package. Call it before importing any."""
+    """Raise ConfigError for an unsuitable package, before any is imported."""
     if problem := find_misfit(installed(), sys.version_info[:2]):
         raise ConfigError(problem)
 
@@ -122,7 +122,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def flaws(cuda: str | None) -> Iterator[str]:
-    """Yield problems that would make a run fail later: packages, settings, names."""
+    """Yield problems that would make a run fail later."""
     problems: list[str | None] = []
     if cuda:
         yield from list_unmet_requirements("sglang")
@@ -139,14 +139,14 @@ def flaws(cuda: str | None) -> Iterator[str]:
 
 
 def cuda_runtime_folders() -> list[str]:
-    """Return the folders of CUDA's runtime in NVIDIA's wheels, where the loader does not search."""
+    """Find CUDA's runtime in NVIDIA's wheels, where the loader does not search."""
     spec = find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     return sorted({str(path.parent) for root in roots for path in root.glob("*/lib/libcudart.so.*")})
 
 
 def memory_saver_problem(cuda: str) -> str | None:
-    """Return why the library that SGLang's memory saver preloads cannot be loaded, None if it can."""
+    """Check that SGLang's memory saver can be preloaded."""
     spec = find_spec("torch_memory_saver")
     if spec is None or spec.origin is None:
         return None
@@ -187,7 +187,7 @@ def list_unmet_requirements(package: str) -> list[str]:
 def lock_problem(lock: str) -> str | None:
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
     found = {name: get_version(name) for name in pins}
-    # Without torch's own build: 2.14.1+cu130.
+    # Ignores the build in 2.14.1+cu130.
     off = [name for name, wanted in pins.items() if (found[name] or "").partition("+")[0] != wanted]
     if not off:
         return None
@@ -199,9 +199,9 @@ def lock_problem(lock: str) -> str | None:
 
 
 def broken_transformer_engine() -> str:
-    """Return why the installed Transformer Engine cannot be imported, else "".
+    """Check that an installed Transformer Engine can be imported.
 
-    Megatron imports anything with its name, even a package without its compiled half or a leftover folder."""
+    Megatron imports anything of that name, even a leftover folder."""
     spec = find_spec("transformer_engine")
     if spec is None:
         return ""
@@ -230,9 +230,7 @@ def broken_transformer_engine() -> str:
 
 
 def transformer_engine_problem(device_type: str) -> str:
-    """Return why Transformer Engine's layers cannot run on this device type, else "".
-
-    Imports Transformer Engine, which takes seconds."""
+    """Check that Transformer Engine can run on this device type. Takes seconds."""
     if find_spec("transformer_engine") is None:
         return NEEDS_TE
     if broken := broken_transformer_engine():
@@ -244,9 +242,9 @@ def transformer_engine_problem(device_type: str) -> str:
 
 @cache  # torch reports it only once
 def cudnn_problem() -> str:
-    """Return that the loader finds an older cuDNN than torch was compiled with, else "".
+    """Check that the loader finds no older cuDNN than torch's.
 
-    Nothing else reports it: Transformer Engine's attention then does without cuDNN's kernels."""
+    Transformer Engine would silently not use cuDNN's attention."""
     torch = importlib.import_module("torch")
     try:
         torch.backends.cudnn.version()
@@ -289,7 +287,7 @@ def engine_import_problem(name: EngineName) -> str | None:
 
 
 def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a note that the engine runs without torch's expandable segments."""
+    """Note that the engine runs without torch's expandable segments."""
     for name in sorted(ALLOCATOR):
         if (found := EXPANDABLE.search(environment.get(name, ""))) and found[1].lower() == "true":
             refused = "SGLang runs without expandable_segments, which its memory saver refuses"
@@ -298,9 +296,7 @@ def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None
 
 
 def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return that a variable of Transformer Engine contradicts `model.attention`, else "".
-
-    Megatron would fail when it builds the model."""
+    """Check that Transformer Engine's variables do not contradict `model.attention`."""
     for kernels in ("flash", "fused", "unfused"):
         name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
         if (found := environment.get(name, wanted)) != wanted:
@@ -309,9 +305,7 @@ def attention_problem(attention: str, environment: Mapping[str, str] = os.enviro
 
 
 def measure_usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process and its children may use.
-
-    Control groups (containers, Slurm; versions 1 and 2) may limit it."""
+    """Return bytes of memory, as limited by control groups (v1 or v2)."""
     total = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     limits = [int(total[1]) * 1024] if total else []
     try:
@@ -325,7 +319,7 @@ def measure_usable_memory(root: Path = Path("/")) -> int:
         top, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
         mount, place = root / "sys/fs/cgroup" / top, Path(path.lstrip("/"))
         for folder in (place, *place.parents):
-            # A container may see its group at the top instead.
+            # A container may see its group at the top.
             file = mount / folder / name
             text = file.read_text().strip() if file.is_file() else ""
             limits += [int(text)] if text.isdecimal() else []
@@ -333,9 +327,7 @@ def measure_usable_memory(root: Path = Path("/")) -> int:
 
 
 def hostname_problem() -> str | None:
-    """Return why other nodes could not reach this one over gloo, None if they can.
-
-    Without a configured interface gloo uses the hostname's address."""
+    """Check that other nodes can reach the hostname's address, which gloo uses by default."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     name = socket.gethostname()
@@ -352,10 +344,9 @@ def hostname_problem() -> str | None:
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError for an unusable variable of a launcher (torchrun, Slurm).
+    """Raise ConfigError for unusable variables of torchrun or Slurm.
 
-    With only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT the process would wait for ranks that
-    nobody starts."""
+    With only some of torchrun's, this process would wait for ranks that nobody starts."""
     remedy = "torchrun sets them all; unset RANK and WORLD_SIZE to start without it"
 
     def number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
@@ -391,7 +382,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:
-    """Return why torch sees no GPU despite a loaded driver, None if that is expected."""
+    """Return why torch sees no GPU, if a driver is loaded."""
     driver = driver_version()
     if driver is None or environment.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return None
@@ -411,7 +402,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """Return that the driver is too old for torch's CUDA, else None. Only the major version matters."""
+    """Check that the driver is new enough for the major version of CUDA."""
     if driver is None or cuda is None:
         return None
     needed = DRIVERS.get(int(cuda.split(".")[0]))

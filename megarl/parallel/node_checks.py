@@ -1,6 +1,6 @@
-"""Check the nodes of a job before its ranks start, each alone and all together.
+"""Check the nodes of a job before its ranks start.
 
-The first node's store has each node's progress, so messages can name a node that is silent or slow.
+Nodes report progress in the first node's store, so that messages can name a silent one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megarl.parallel.secret import SECRET_FILE, SignedStore, agree_on_secret, op
 MESSAGE = 64 * 2**20
 CONTROL = 2**20
 ROUNDS = 3
-CLOCKS = 5.0  # seconds; beyond that, logs and file times mislead
+CLOCKS = 5.0  # seconds that clocks may differ
 VISIBLE = 5.0  # seconds until others must see a file
-HEARD = 5.0  # seconds for others to read the findings
-UNSIGNED = 300  # maximum printed bytes of an unsigned line
-OUTLIER = 4.0  # a node this many times slower than the median slows down all
+HEARD = 5.0  # seconds for others to read findings
+UNSIGNED = 300  # bytes of an unsigned line to print
+OUTLIER = 4.0  # a node this many times slower than the median is a problem
 DEVICE_FREE = 0.9
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """This process among the nodes. limit: seconds for each wait."""
+    """This node's place in the job. limit: seconds for each wait."""
 
     node: int
     nodes: int
@@ -54,9 +54,9 @@ class NodePlace:
 class NodeNeeds:
     """Requirements on each node.
 
-    folder      of the run, shared by all nodes
-    devices     GPUs, 0 for a job on CPUs
-    bandwidth   GB/s into the node"""
+    folder     of the run, shared by all nodes
+    devices    GPUs
+    bandwidth  GB/s into the node"""
 
     folder: Path
     devices: int = 0
@@ -66,7 +66,7 @@ class NodeNeeds:
 
 
 class Findings(NamedTuple):
-    """Results of the checks, the same on every node."""
+    """Results, the same on every node."""
 
     problems: list[str]  # stop the job
     notes: list[str]
@@ -79,9 +79,9 @@ def check_nodes(
     clock: Callable[[], float] = time.time,
     problems: Sequence[str] = (),
 ) -> Findings:
-    """Check this node, then its differences from the others, then the network. Every node calls it.
+    """Check this node, its differences from others, and the network. Every node calls this.
 
-    problems: of this node, found earlier."""
+    problems: found earlier on this node"""
     first = place.node == 0
     try:
         joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
@@ -89,7 +89,7 @@ def check_nodes(
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
     store = SignedStore(joined)
-    secret = needs.folder / f".nodes-{place.port}"  # other nodes must see this file
+    secret = needs.folder / f".nodes-{place.port}"  # others must see it
     if not first:
         store.wait("begin", place.limit)
     try:
@@ -207,7 +207,7 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
         if not store.wait(f"clock/{node}", place.limit):
             problems.append(f"{name}: stopped answering")
             continue
-        # Compared with the middle of the message's round trip.
+        # Compare with the middle of the round trip.
         ahead = float(store.get(f"clock/{node}")) - (asked + clock()) / 2
         if abs(ahead) > CLOCKS:
             off = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {first['name']}'s"
@@ -216,7 +216,7 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
 
 
 def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) -> Findings:
-    """Return the first node's findings on every node. It leaves last, and its store with it."""
+    """Return the first node's findings on every node. The first node leaves last: it has the store."""
     if place.node == 0:
         store.set(f"findings/{part}", json.dumps(findings))
         for node in range(1, place.nodes):
@@ -230,9 +230,9 @@ def _share(store: SignedStore, place: NodePlace, part: str, findings: Findings) 
 
 
 def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
-    """Return the job's networks: (backend, bytes of a message, least GB/s into a node or None).
+    """Return (backend, bytes of a message, least GB/s into a node) of the job's networks.
 
-    GPUs send tensors over NCCL. Control messages go over gloo, often on another interface, at any speed."""
+    gloo's control messages often have another interface."""
     if needs.devices:
         return [("nccl", MESSAGE, needs.bandwidth), ("gloo", CONTROL, None)]
     return [("gloo", MESSAGE, needs.bandwidth)]
@@ -241,15 +241,14 @@ def networks(needs: NodeNeeds) -> list[tuple[str, int, float | None]]:
 def _try_network(
     store: dist.Store, place: NodePlace, backend: str, size: int, bandwidth: float | None
 ) -> Findings:
-    """Measure a network: GB/s into this node, in a ring, and of an all-reduce over all nodes.
+    """Measure GB/s into this node, in a ring, and of an all-reduce.
 
-    The first is measured in a ring, in which each node sends to the next. Both are message size / time, not
-    NCCL's bus bandwidth."""
+    Both are message size / time, not bus bandwidth."""
 
     signed = SignedStore(store)
 
     def give_up() -> None:
-        """End the process, the only way out of a collective that hangs."""
+        """End the process, the only way out of a hanging collective."""
         if place.node == 0:
             late, absent = (
                 [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
@@ -301,7 +300,7 @@ def _try_network(
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of ROUNDS, after one that connects."""
+    """Return the fewest seconds of ROUNDS, after one that connects."""
     taken = []
     for _ in range(ROUNDS + 1):
         dist.barrier()

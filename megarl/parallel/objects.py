@@ -1,7 +1,6 @@
-"""Encode objects as msgpack for messages between processes, and decode them as a known type.
+"""Encode messages as msgpack, and decode them as the type that the receiver names.
 
-The receiver names the type: one of msgspec's, a tensor, an array, a path or a MegarlError. Integers have at
-most 64 bits, so a user's JSON travels as text.
+Integers have at most 64 bits, so a user's JSON is sent as text.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megarl.config.errors import MegarlError, MessageError, error_class
 
 
 def as_plain(value: Any) -> Any:
-    """Convert a value that msgspec does not know."""
+    """Convert a value for msgspec."""
     match value:
         case Tensor():
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -38,7 +37,7 @@ def as_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type, plain: Any) -> Any:
-    """Invert `as_plain`. Raises ValueError or TypeError if malformed."""
+    """Invert `as_plain`. Raises ValueError or TypeError."""
     if issubclass(kind, Tensor):
         name, shape, data = plain
         dtype = getattr(torch, name, None)
@@ -64,7 +63,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=as_plain).encode
 
 
 def decode(data: bytes, kind: Any, sender: str) -> Any:
-    """Decode an object of type `kind`. Raises MessageError for anything else."""
+    """Decode `data` as `kind`. Raises MessageError if that fails."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=from_plain)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Offload tensors to host memory and load them back, in place, so that every view stays valid."""
+"""Offload tensors to host memory and load them back, in place: views stay valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Contents = Literal["kept", "constant", "zero"]
 
 
 class HostPool:
-    """Reusable chunks of host memory that all groups share, pinned for a GPU."""
+    """Chunks of host memory for all groups, pinned for a GPU."""
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
         self.chunk, self._pinned = chunk, device.type == "cuda"
@@ -41,12 +41,10 @@ class HostPool:
 
 
 class OffloadGroup:
-    """The device memory of some tensors, which can be offloaded.
+    """Tensors whose device memory can be offloaded.
 
-    tensors   lists them at each call: an optimizer's states exist only after its first step; those on other
-              devices are ignored
-    contents  kept: restored; constant: restored from one copy, because nobody writes them; zero: filled
-              with 0"""
+    tensors   called each time, as optimizer states exist only after a step; other devices' are ignored
+    contents  kept: restored; constant: restored from one copy that stays valid; zero: filled with 0"""
 
     def __init__(
         self,
@@ -61,15 +59,13 @@ class OffloadGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device when loaded."""
+        """Return device bytes when loaded."""
         if self._away is None:
             return sum(storage.nbytes() for storage in self._storages())
         return sum(size for _, size in self._away)
 
     def offload(self) -> None:
-        """Copy the tensors to host memory and free their device memory.
-
-        Kernels that wrote them must have been launched on the current stream, which copies."""
+        """Move the tensors to host memory. Kernels that wrote them must be on the current stream."""
         away = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
             self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
@@ -80,7 +76,7 @@ class OffloadGroup:
         self._away = away
 
     def onload(self) -> None:
-        """Load the tensors again. After torch.OutOfMemoryError they are still offloaded."""
+        """Load the tensors again. After torch.OutOfMemoryError they stay offloaded."""
         assert self._away is not None, "it is on the device"
         away = self._away
         try:
@@ -101,7 +97,7 @@ class OffloadGroup:
         self._away = None
 
     def _storages(self) -> Iterator[UntypedStorage]:
-        """Yield each storage once; several tensors may be views of it."""
+        """Yield each storage once."""
         yielded: set[int] = set()
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -110,7 +106,7 @@ class OffloadGroup:
                 yield storage
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the storages' parts with their host memory, consecutively over the chunks."""
+        """Yield the storages' parts with their chunks."""
         chunk, at = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
             whole, start = _bytes(storage), 0

@@ -1,4 +1,4 @@
-"""This process's place in the job: device, rank and process groups, fixed at start."""
+"""This process's device, rank and process groups."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megarl.parallel.machine import unseen_gpu
 from megarl.parallel.secret import SECRET_FILE, SIZE, SignedStore, agree_on_secret, open_store, sign, verify
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables of torchrun
-STORE_FILE = "MEGARL_STORE_FILE"  # path of one machine's store
+STORE_FILE = "MEGARL_STORE_FILE"  # path of a store for one machine
 
 
 class Ranks(Protocol):
-    """Ranks that communicate (parallel/comm.py): all of the job's or some of them. cpu_group: gloo."""
+    """All or some of the job's ranks, which communicate over `cpu_group` (gloo)."""
 
     @property
     def rank(self) -> int: ...
@@ -41,7 +41,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Team:
-    """Some of the job's ranks, see Ranks."""
+    """Some of the job's ranks."""
 
     rank: int
     world: int
@@ -52,15 +52,15 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers have the first ranks, then come `rollout_ranks` ranks with engines only. Without such ranks the
-    trainers have the engines.
+    Trainers are the first ranks. Then come `rollout_ranks` engine-only ranks; without these, the trainers
+    have the engines.
 
     rank            in the whole job
-    timeout         seconds that a collective may wait
-    cpu_group       gloo, all trainers, or all engine-only ranks
-    job_group       gloo, all ranks
-    transfer_group  for weight transfers, all ranks; None: the default group
-    store           of all ranks, if some have engines only"""
+    timeout         of collectives, seconds
+    cpu_group       gloo: all trainers, or all engine-only ranks
+    job_group       gloo: all ranks
+    transfer_group  for weight transfers; None: the default group
+    store           only with engine-only ranks"""
 
     layout: Layout
     rank: int
@@ -119,17 +119,17 @@ class Runtime:
 
     @property
     def is_replica_leader(self) -> bool:
-        """Return whether this rank reports its replica's numbers: first TP and CP rank of the last stage."""
+        """Return whether this rank reports for its replica: first TP and CP rank of the last stage."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
 
 
 def choose_device(wanted: str) -> torch.device:
     """Return the device for `parallel.device`; `auto` is CUDA if available.
 
-    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use the GPUs of a driver:
-    else 128 ranks would train on CPUs."""
-    # CUDA reads this at its first call, which follows here. Megatron's column-parallel layers rely on it for
-    # the order of communication and compute (tensor_parallel/layers.py).
+    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use a loaded GPU driver:
+    all ranks would train on CPUs."""
+    # CUDA reads this at its first call, below. Megatron's column-parallel layers need it to order
+    # communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if wanted == "cpu":  # no call to CUDA: this process may fork ranks
         return torch.device("cpu")
@@ -185,10 +185,9 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
 
 
 def join_store(secret: Path | None, seconds: float) -> dist.Store:
-    """Agree with the job's ranks on their secret, and return their store.
+    """Agree on the job's secret, and return the store. Each wait is at most `seconds`.
 
-    Each wait is at most `seconds`. Anybody may connect to torchrun's port, so a rank decodes only signed
-    objects. On one machine the store is a file that other users cannot open."""
+    Anybody may connect to torchrun's port, so ranks decode only signed objects."""
     agree_on_secret(secret, seconds, first=launched_rank() == 0)
     sign_pickles()
     if path := os.environ.get(STORE_FILE):
@@ -203,7 +202,7 @@ def join_store(secret: Path | None, seconds: float) -> dist.Store:
 
 
 def remove_secret(secret: Path | None) -> None:
-    """Remove, on rank 0, the secret's file that megarl created, once all ranks have read it."""
+    """Remove the secret's file on rank 0, if megarl created it. All ranks must have read it."""
     if launched_rank() == 0:
         if os.environ.get(STORE_FILE):
             secret = Path(os.environ[SECRET_FILE])
@@ -213,32 +212,30 @@ def remove_secret(secret: Path | None) -> None:
 
 
 def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: Path | None = None) -> Runtime:
-    """Join the job, once per rank: process groups over NCCL or gloo, Megatron's parallel state, seeds.
+    """Join the job: create process groups and Megatron's parallel state; set seeds.
 
     mixture  the model has experts
-    secret   file of the job's secret under torchrun; None: MEGARL_SECRET_FILE names it
+    secret   file of the secret under torchrun; None: MEGARL_SECRET_FILE names it
 
-    Trainers and engine-only ranks have separate default groups, because Megatron and its checkpoints take
-    the default group for all trainers. A third group joins them."""
+    Engine-only ranks have another default group, because for Megatron it is that of all trainers."""
     device = choose_device(config.device)
-    # Transformer Engine (2.20) reads delayed scaling's history from a checkpoint only if this pickle is
-    # declared trusted. megarl made it itself (weights/index.py).
+    # Otherwise Transformer Engine (2.20) refuses the pickle with delayed scaling's history, which megarl
+    # makes itself (weights/index.py).
     os.environ.setdefault("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    # gloo then reads all addresses from the store in one request.
+    # gloo then reads all addresses in one request.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if device.type == "cpu":
         torch.set_num_threads(config.threads)
         cpu_platform.install()
     else:
         torch.cuda.set_device(device)
-        # torch's cuDNN attention builds a graph for every new shape: slow, as decoding has one with each
-        # token. Transformer Engine and SGLang do not use it.
+        # torch's cuDNN attention builds a graph for each shape, and decoding has a new one with each token.
+        # Transformer Engine and SGLang do without it.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # For shapes that cuDNN refuses, Transformer Engine (2.20) uses FlashAttention 4, and passes -1 for an
-        # unbounded window. From 4.0.0b30 on that is a window without keys: attention is silently 0
-        # (NVIDIA/TransformerEngine#3528).
+        # Where cuDNN refuses, Transformer Engine (2.20) passes an unbounded window to FlashAttention 4 as -1.
+        # From 4.0.0b30 on it has no keys: attention is silently 0 (NVIDIA/TransformerEngine#3528).
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-        # Megatron compiles a few small kernels with torch; each rank would start up to 32 processes for them.
+        # Each rank would start up to 32 processes to compile Megatron's few small kernels.
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             inductor: Any = importlib.import_module("torch._inductor.config")
             inductor.compile_threads = 1
@@ -276,7 +273,7 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
 
 def sign_pickles() -> None:
-    """Sign the objects of torch's collectives, as Megatron uses them, and check them before unpickling."""
+    """Sign the objects of torch's collectives, and verify them before unpickling."""
     pack, unpack = distributed._object_to_tensor, distributed._tensor_to_object
     if getattr(pack, "signs", False):
         return
@@ -306,7 +303,7 @@ def _start_megatron(config: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=1,  # experts are not split over ranks (parallel/layout.py)
+        expert_tensor_parallel_size=1,  # no rank has a part of an expert
         distributed_timeout_minutes=max(1, round(config.timeout / 60)),
     )
 
@@ -314,9 +311,7 @@ def _start_megatron(config: ParallelConfig) -> None:
 def _group_beside(
     name: str, backend: str, store: dist.Store, rank: int, world: int, limit: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Create a group that is larger than the default group, over the same store.
-
-    Only `torch.distributed.get_rank` does not know its members' numbers."""
+    """Create a group larger than the default group. `torch.distributed.get_rank` is wrong for it."""
     group, _ = distributed._new_process_group_helper(
         world, rank, [], backend, store, group_name=distributed.GroupName(name), timeout=limit
     )
@@ -330,14 +325,13 @@ def _connect(
     transfer: dist.ProcessGroup | None = None,
     mixture: bool = False,
 ) -> None:
-    """Sum one number in each group that a run uses, in the same order on all ranks.
+    """Use each group once, in the same order on all ranks.
 
-    NCCL creates a communicator at a group's first use, which all members must join. Where some ranks later
-    send nothing, the others would hang. Also, buffers are then allocated before the engine measures free
-    memory.
+    NCCL creates a group's communicator at its first use, which all members must join: a transfer in which
+    some send nothing would hang. Its buffers must exist before the engine measures free memory.
 
-    init_process_group's `device_id` does not replace this: ranks outside a new gloo group split the NCCL
-    communicator and ranks inside do not, which hangs. And unused groups would get a communicator."""
+    init_process_group's `device_id` is no replacement: for a new gloo group, only ranks outside it split the
+    NCCL communicator, which hangs."""
     from megatron.core import parallel_state as groups
 
     megatron = (
@@ -364,8 +358,8 @@ def _connect(
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
-        # The interleaved schedule sends single messages, with a communicator per pair of ranks. Use its order
-        # and groups (Megatron's p2p_communication.py).
+        # The interleaved schedule has a communicator per pair of ranks. Use its order and groups (Megatron's
+        # p2p_communication.py).
         stages = groups.get_pipeline_model_parallel_group()
         other = dist.group.WORLD if stages.size() == 2 else stages
         is_even = stages.rank() % 2 == 0
@@ -401,7 +395,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Restore `generator_states`, except generators of another kind of device."""
+    """Restore `generator_states`, except those of another device type."""
     from megatron.core import tensor_parallel
 
     version, keys, gauss = states["python"]
@@ -418,10 +412,9 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def stop(*, failed: bool = False) -> bool:
-    """Leave the job; safe to call if `start` failed. Returns whether no process group is left.
+    """Leave the job, also if `start` failed. Returns whether no process group is left.
 
-    failed: this rank leaves with its own error. Destroying an NCCL group waits for its other ranks, so such
-    a rank keeps its groups and ends."""
+    failed: keep NCCL groups, because destroying one waits for its other ranks"""
     if dist.is_initialized():
         if failed and dist.get_backend() == "nccl":
             return False

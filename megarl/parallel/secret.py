@@ -1,7 +1,7 @@
-"""The job's secret: random bytes with which its ranks sign their messages.
+"""The job's secret: random bytes with which ranks sign messages.
 
-It is in a file that only this user can read, never in arguments, variables or a store. `launch` or
-torchrun's rank 0 creates that file, unless MEGARL_SECRET_FILE names another one.
+It is in a private file, never in arguments, variables or a store. `launch` creates the file; under torchrun
+rank 0 does, unless MEGARL_SECRET_FILE names one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megarl.config.errors import ConfigError, MessageError, WaitTimeout
 
 SECRET_FILE = "MEGARL_SECRET_FILE"
-SIZE = 32  # bytes of the secret and of a signature (HMAC-SHA-256)
-_POLL = 0.02  # seconds between checks for the file
+SIZE = 32  # bytes of secret and signature (HMAC-SHA-256)
+_POLL = 0.02  # seconds between checks
 _secret: bytes | None = None
 
 
@@ -32,9 +32,7 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """Return a file's secret, None if missing or incomplete.
-
-    Raises ConfigError if another user could have read or written it."""
+    """Return a file's secret, None if missing or incomplete. Raises ConfigError unless it is private."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -53,9 +51,7 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
-    """Read the job's secret, waiting at most `seconds`.
-
-    The first rank creates the file, unless MEGARL_SECRET_FILE names it."""
+    """Read the job's secret, waiting at most `seconds`. `first` may create it."""
     global _secret
     given = os.environ.get(SECRET_FILE)
     if given:
@@ -66,7 +62,7 @@ def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
     while (found := read_secret(path)) is None:
         if first and not given:
             try:
-                path.unlink(missing_ok=True)  # incomplete, of a killed process
+                path.unlink(missing_ok=True)  # incomplete, from a killed process
                 make_secret(path)
             except OSError as error:
                 remedy = f"{SECRET_FILE} may name another file, of {SIZE} random bytes"
@@ -89,16 +85,14 @@ def sign(*parts: bytes | str | int) -> bytes:
 
 
 def verify(signature: bytes, what: str, *parts: bytes | str | int) -> None:
-    """Raise MessageError if the signature is not the values'."""
+    """Raise MessageError if a signature is wrong."""
     if not hmac.compare_digest(signature, sign(*parts)):
         remedy = "another process takes part, or a rank has another secret: docs/cluster.md"
         raise MessageError(f"{what}: is not from a rank of this job ({remedy})")
 
 
 def open_store(host: str, port: int, members: int, seconds: float, *, first: bool) -> dist.TCPStore:
-    """Join a TCPStore, which its first member hosts only at the address of `host`.
-
-    torch would listen at all of the machine's addresses."""
+    """Join a TCPStore. torch itself would listen at all addresses, not only at `host`."""
     limit = datetime.timedelta(seconds=seconds)
     if not first:
         return dist.TCPStore(host, port, members, False, limit, wait_for_workers=False)
@@ -112,7 +106,7 @@ def open_store(host: str, port: int, members: int, seconds: float, *, first: boo
 
 
 class SignedStore:
-    """Signed values in a torch store that anybody may write into."""
+    """Signed values in a store that anybody may write."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
@@ -122,7 +116,7 @@ class SignedStore:
         self.store.set(key, sign("store", key, data) + data)  # type: ignore[arg-type] # it takes bytes too
 
     def get(self, key: str) -> str:
-        """Return a value. Raises MessageError if no rank of this job has set it."""
+        """Return a value. Raises MessageError unless this job set it."""
         found = self.store.get(key)
         signature, data = found[:SIZE], found[SIZE:]
         verify(signature, f"store: {key}", "store", key, data)

@@ -1,7 +1,4 @@
-"""Requests to save and leave, by a signal or by the job's time limit.
-
-It imports quickly, so that no signal is lost meanwhile.
-"""
+"""Requests to save and leave. Imports quickly, so that no signal is lost meanwhile."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from types import FrameType, TracebackType
 from typing import Self
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-END_TIME = "SLURM_JOB_END_TIME"  # set by Slurm: seconds since 1970
+END_TIME = "SLURM_JOB_END_TIME"  # Slurm's, seconds since 1970
 
 
 class StopRequest:
-    """Treats `signals` in the block as a request to save and leave at the next safe point.
+    """Treats `signals` in the block as requests to leave at the next safe point.
 
     limit   seconds until this process must end; None: Slurm's limit
-    margin  seconds to keep free before that"""
+    margin  seconds to leave earlier"""
 
     def __init__(
         self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0
@@ -47,16 +44,14 @@ class StopRequest:
         self.reason = f"stopped by {signal.Signals(number).name}"
 
     def should_stop(self, seconds: float = 0.0) -> bool:
-        """Return whether to leave rather than do something that takes `seconds`."""
+        """Return whether to leave before work that takes `seconds`."""
         if self.reason is None and self.end is not None and time.time() + seconds > self.end:
             self.reason = "stopped, as the time limit is near"
         return self.reason is not None
 
 
 def follow_launcher(parent: int | None = None) -> None:
-    """End with the parent, even if it is killed: by SIGTERM, or now if it has died already.
-
-    parent: its expected process id"""
+    """Get SIGTERM when the parent ends, even if killed. Exit if it is not `parent` (pid) any more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Estimate what a weight transfer costs each rank, next to a full gather. Imports without torch."""
+"""Estimate each rank's cost of a weight transfer, and of a full gather. Imports without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.weights.families import Shape
 
 
 class RankCost(NamedTuple):
-    """A rank's bytes by kind of link, its rounds (or buckets), bytes of staging memory, and seconds."""
+    """A rank's bytes by link, rounds (or buckets), staging bytes and seconds."""
 
     local: int
     node_sent: int
@@ -48,9 +48,9 @@ def _seconds(nbytes: Sequence[int], cluster: ClusterConfig) -> float:
 
 
 def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterConfig) -> dict[int, RankCost]:
-    """Return each rank's cost of a transfer. itemsize: bytes of an element of the model's dtype.
+    """Return each rank's cost of a transfer. itemsize: of the model's dtype.
 
-    Each round of a rank starts when all its peers have finished their earlier rounds."""
+    A rank's round starts when its peers have finished earlier rounds."""
     local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
     total = {rank: [0] * 4 for rank in local}
     rounds: dict[int, dict[int, _RankRound]] = defaultdict(lambda: defaultdict(_RankRound))
@@ -83,9 +83,9 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
 def gather_cost(
     plan: Plan, shapes: Mapping[str, Shape], itemsize: int, bucket_bytes: int, cluster: ClusterConfig
 ) -> dict[int, RankCost]:
-    """Return each rank's lowest possible cost of gathering all of `shapes` from the plan's sources.
+    """Return each rank's lowest possible cost of gathering all `shapes` from the plan's sources.
 
-    Each byte enters a node once, evenly over all adapters, and is passed on in a ring within the node."""
+    Each byte enters a node once, evenly over its ranks, and then passes around in a ring."""
 
     def nbytes(boxes: Iterable[tuple[str, Box]]) -> int:
         return sum(volume(box) for _, box in boxes) * itemsize

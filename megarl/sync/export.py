@@ -1,4 +1,4 @@
-"""Export a model or its LoRA adapters into a folder, by a transfer from all ranks to rank 0."""
+"""Export a model or its LoRA adapters by a transfer to rank 0."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model of all ranks into a Hugging Face folder. Every rank calls this.
+    """Write the model into a Hugging Face folder. Every rank calls this.
 
-    source   folder that the run started from; its other files are copied
-    tensors  this rank's parameters by the table's names
+    source   folder that the run started from, whose other files are copied
+    tensors  by the names of families.py
     critic   export a one-label token classifier
-    dtype    default: that of the first tensor. A router's bias stays in float32
+    dtype    default: that of the first tensor. A router's bias stays float32
     control  gloo group, if the default group is NCCL
 
-    Rank 0 needs device memory for one bucket and one file of at most `max_shard_bytes`, or one larger tensor.
-    The folder appears only when complete. Raises CheckpointError on every rank, and leaves no files, if `out`
-    exists or rank 0 cannot write."""
+    Rank 0 needs device memory for a bucket and a file. Raises CheckpointError on every rank, and leaves no
+    files, if `out` exists or cannot be written."""
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
@@ -97,7 +96,7 @@ def export_peft(
     bucket_bytes: int = 256 << 20,
     control: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the adapters of all ranks as a folder for PEFT. Arguments and errors as for `export_hf`."""
+    """Write the adapters into a folder for PEFT. See `export_hf`."""
     processes, config = Processes(control), read_config(source)
     halves = {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." in name}
     shards = hf_shards(config, lora=lora)
@@ -111,8 +110,8 @@ def export_peft(
             for name, shard in shards.items()
         }
     Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
-    # PEFT fuses gate and up of experts with twice the rank and alpha. This preserves alpha / rank, but not
-    # alpha / sqrt(rank) of rank-stabilized LoRA.
+    # PEFT fuses gate and up of experts, with twice the rank and alpha. That preserves alpha / rank, but not
+    # rank-stabilized LoRA's alpha / sqrt(rank).
     joins = any(".experts." in name for name in shards)
     described = {
         "peft_type": "LORA",

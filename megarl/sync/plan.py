@@ -1,6 +1,6 @@
-"""Plan a weight transfer: the slices that ranks exchange, and their rounds. Imports without torch.
+"""Plan a weight transfer: slices that ranks exchange, and their rounds. Imports without torch.
 
-Both ends are described in Hugging Face coordinates, where a copy is the intersection of two boxes."""
+A copy is the intersection of two boxes in Hugging Face coordinates."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ from megarl.weights.shards import (
 GPUS_PER_NODE = 8
 ALIGN = 16  # bytes; aligned pieces can be viewed as any dtype
 
-# Formats of target tensors that differ from the model's dtype. Block FP8 follows SGLang and published
-# checkpoints: a float32 `weight_scale_inv` per block of 128 x 128 times the float8_e4m3fn `weight` is the
-# original. Only projections are quantised.
+# Formats of targets without the model's dtype. Block FP8 is SGLang's: in each block of 128 x 128, the
+# original is `weight` (float8_e4m3fn) * `weight_scale_inv` (float32).
 FP8, FP32 = "float8_e4m3fn", "float32"
 FORMAT_BYTES = {FP8: 1, FP32: 4}
 BLOCK = 128
@@ -62,7 +61,7 @@ class Copy(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of one rank: sent to others, received from others, copied on the rank itself."""
+    """Bytes of one rank. local: copied on the rank itself."""
 
     sent: int
     received: int
@@ -71,18 +70,18 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transfer, in the same order on every rank. Rank r is on node r // gpus_per_node."""
+    """All copies, in the same order on every rank. Rank r is on node r // gpus_per_node."""
 
     copies: tuple[Copy, ...]
     sources: dict[int, Shards]
     targets: dict[int, Shards]
-    formats: Mapping[str, str] = field(default_factory=dict)  # by name, of targets without the model's dtype
+    formats: Mapping[str, str] = field(default_factory=dict)  # by name; others have the model's dtype
     gpus_per_node: int = GPUS_PER_NODE
-    # Run after `copies`, from a target that is filled to another target on the same node.
+    # Run after `copies`, between targets of a node.
     relays: tuple[Copy, ...] = ()
 
     def nbytes(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes that a copy writes. itemsize: bytes of an element of the model's dtype."""
+        """Return the bytes that a copy writes. itemsize: of the model's dtype."""
         return copy.size * self.target_itemsize(copy, itemsize)
 
     def part(self, names: Collection[str]) -> Plan:
@@ -96,11 +95,11 @@ class Plan:
         return replace(self, copies=copies, relays=relays, targets=targets)
 
     def target_itemsize(self, copy: Copy, itemsize: int) -> int:
-        """Return the bytes of one element of a copy's target."""
+        """Return bytes per target element."""
         return FORMAT_BYTES[self.formats[copy.dst_name]] if copy.dst_name in self.formats else itemsize
 
     def direct(self) -> Iterator[Copy]:
-        """Yield all copies, with each relay replaced by a copy from the source of its bytes."""
+        """Yield all copies, with relays as copies from the original source."""
         yield from self.copies
         copies = {(c.dst_rank, c.dst_name, c.dst_box): c for c in self.copies} if self.relays else {}
         for relay in self.relays:
@@ -122,10 +121,9 @@ class Plan:
         return {rank: Traffic(*count) for rank, count in counts.items()}
 
     def verify(self) -> None:
-        """Prove that every byte of every target is written exactly once, from the right place.
+        """Prove that every target byte is written exactly once, from the right place.
 
-        The boxes of a copy must be equal in Hugging Face coordinates. The boxes of a target and of its
-        padding must be disjoint and cover it. Raises PlanError that names the first tensor at fault."""
+        Raises PlanError with the first tensor at fault."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
         # By identity: replicas share shards and boxes, which the plan keeps alive.
         located: dict[tuple[int, int], tuple[str, Box]] = {}
@@ -156,7 +154,7 @@ class Plan:
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
-    """Return the Hugging Face name and box of a local box. Raises PlanError unless one region contains it."""
+    """Convert a local box to Hugging Face name and box. Raises PlanError unless one region contains it."""
     for region in shard.regions:
         if len(box) == len(region.local_box) and intersect(box, region.local_box) == box:
             return region.hf_name, shift(box, region.local_box, region.hf_box)
@@ -175,8 +173,6 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
         raise PlanError(f"{where}: {missing} elements would never be written")
 
 
-# Making a plan: choose the source of each box of each target, and the order
-
 Places = dict[int, tuple[str, Box]]
 
 
@@ -185,7 +181,7 @@ class _Owners:
         self.by_node: dict[int, list[int]] = defaultdict(list)
         for rank in ranks:
             self.by_node[rank // gpus_per_node].append(rank)
-        self.heap = [(0, rank) for rank in sorted(ranks)]  # (load, rank); loads may be outdated
+        self.heap = [(0, rank) for rank in sorted(ranks)]  # (load, rank)
 
 
 class _Part(NamedTuple):
@@ -209,10 +205,10 @@ def make_plan(
     formats: Mapping[str, str] | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Plan:
-    """Plan a transfer from `sources` to `targets`, both (rank, shards of that rank).
+    """Plan a transfer from `sources` to `targets`, both (rank, its shards).
 
-    A box's source is the target's own rank if possible, then a rank on its node, then the rank that sends
-    least. Bytes for several targets of a node cross the network once, and are relayed there.
+    A box comes from the target's own rank if possible, else from its node, else from the rank that sends
+    least. Bytes for several targets of a node cross the network once.
 
     Regions of different sources must be equal or disjoint. Raises PlanError if they lack a box."""
     source_shards, target_shards = dict(sources), dict(targets)
@@ -223,7 +219,6 @@ def make_plan(
     def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    # Elements that each rank sends within its node and to other nodes.
     sent_near: dict[int, int] = defaultdict(int)
     sent_far: dict[int, int] = defaultdict(int)
     for rank, part in alternating(near):
@@ -252,9 +247,9 @@ def _queue_parts(
     receivers: Mapping[tuple[int, int], int],
     gpus_per_node: int,
 ) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Return local copies, and for each target the parts from its node, other nodes and relays.
+    """Return local copies, and each target's parts from its node, other nodes and relays.
 
-    Targets start at different layers, or all would wait for the same source at once."""
+    Targets start at different layers, or all would wait for one source."""
     copies: list[Copy] = []
     near, far, relayed = ([Queue() for _ in target_shards] for _ in range(3))
     for position, (rank, shards) in enumerate(target_shards.items()):
@@ -293,7 +288,7 @@ def _choose_receivers(
 def _collect_parts(
     source_shards: dict[int, Shards], target_shards: dict[int, Shards], gpus_per_node: int
 ) -> dict[int, list[_Part]]:
-    """Return the parts of each target by the id of its shards, which replicas share."""
+    """Return parts by the id of a target's shards, which replicas share."""
     # Hugging Face name -> box -> places. Replicas share one place object, whose box is shifted once.
     everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
     shared: dict[tuple[str, int], tuple[str, Box]] = {}
@@ -329,12 +324,9 @@ def _collect_parts(
     return parts
 
 
-# Rounds of messages whose staging memory is bounded, the same on every rank
-
-
 @dataclass
 class Round:
-    """Messages of one rank in flight together: pieces by peer, in the order of staging memory."""
+    """Messages of one rank in flight together: pieces by peer, in staging order."""
 
     relays: bool
     size: int = 0  # bytes of staging memory
@@ -354,16 +346,15 @@ def align(size: int) -> int:
 
 
 def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
-    """Yield every piece that is sent between ranks, with its round, in the same order on all ranks.
+    """Yield every piece that is sent between ranks, in the same order on all ranks.
 
-    In a round a rank stages at most `bucket_bytes` / 2 for sends and as much for receives, but at least one
-    element. A piece goes into the first round in which both ends have room after their earlier pieces. Each
-    rank runs its rounds in order, and waits only for ranks that exchange messages in the round. So the lowest
-    unfinished round can always finish: there is no deadlock."""
+    In a round a rank stages at most `bucket_bytes` / 2 (at least one element) for sends, and for receives. A
+    piece goes into the first round with room at both ends after their earlier pieces. There is no deadlock:
+    ranks wait only for peers of the round, so the lowest unfinished one can finish."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
     first = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
-        # (rank, is sender) -> (its last round so far, its bytes in that round)
+        # (rank, is_sender) -> (last round, its bytes)
         last: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
@@ -397,7 +388,7 @@ def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> lis
 
 
 def split(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy into pieces of at most `limit` elements (at least one), by whole rows if they fit."""
+    """Cut a copy into pieces of at most `limit` elements (at least one), if possible by whole rows."""
     if copy.size <= limit:
         yield copy
         return
@@ -413,13 +404,10 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
         yield from split(copy._replace(src_box=src_box, dst_box=dst_box), limit)
 
 
-# The plan of a run, from its configuration
-
-
 def engine_ranks(config: Config, trainers: int) -> range:
-    """Return the ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
+    """Return ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
-    Raises ConfigError if `rollout.engine_tp` does not divide the ranks."""
+    Raises ConfigError if `rollout.engine_tp` does not divide them."""
     tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
     first, world = (trainers, separate) if separate else (0, trainers)
     if world % tp:
@@ -439,10 +427,8 @@ def engine_targets(
 ) -> list[tuple[int, Shards]]:
     """Return (rank, shards) of every rank with an engine. cpu: SGLang's CPU engine.
 
-    The r-th of `engine_ranks` holds part r % engine_tp of engine r // engine_tp. With servers at URLs, the
-    first rank of an engine holds all weights. Raises ConfigError if the ranks or the model do not divide.
-
-    cpu: SGLang's CPU engine"""
+    The r-th rank has part r % engine_tp of engine r // engine_tp; for servers at URLs, its first rank has
+    all. Raises ConfigError if engine_tp does not divide the ranks or the model."""
     ranks, tp, engine = engine_ranks(config, trainers), config.rollout.engine_tp, config.rollout.capabilities
     if engine.sharded:
         shards = [sglang_shards(hf_config, tp, rank, cpu=cpu) for rank in range(tp)]
@@ -468,10 +454,7 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
 
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
-    """Return the target tensors that hold only frozen weights or their scales.
-
-    Weights with LoRA adapters change. All parts of a fused tensor (qkv_proj) are one Megatron parameter, so
-    they are frozen together."""
+    """Return the targets with only frozen weights, or their scales. Weights with LoRA are not frozen."""
     frozen = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
@@ -489,10 +472,10 @@ def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: Optimize
 def fp8_block(
     sources: Sequence[tuple[int, Shards]], targets: Sequence[tuple[int, Shards]], shapes: Mapping[str, Shape]
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
-    """Return sources and targets with the scales of block FP8, and the formats of targets by name.
+    """Return sources and targets with scales for projections, and targets' formats.
 
-    The scales of Hugging Face tensor x are x_scale_inv [rows / 128, columns / 128], rounded up. Every source
-    has all scales. Raises ConfigError if a target does not consist of whole blocks, which SGLang requires."""
+    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], whole on every source. Raises
+    ConfigError unless targets consist of whole blocks, as SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:
         return hf_name.endswith("_proj.weight")
@@ -524,7 +507,7 @@ def fp8_block(
 
 
 def _scale_name(name: str) -> str:
-    # SGLang's scales of all experts are one parameter: those of w13_weight.7 are w13_weight_scale_inv.7.
+    # In SGLang all experts' scales are one parameter: w13_weight.7 has w13_weight_scale_inv.7.
     stem, _, expert = name.rpartition(".")
     return f"{stem}{SCALE_SUFFIX}.{expert}" if expert.isdigit() else name + SCALE_SUFFIX
 

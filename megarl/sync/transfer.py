@@ -1,4 +1,4 @@
-"""Run a transfer plan: point-to-point messages in rounds of bounded staging memory, over gloo or NCCL."""
+"""Run a transfer plan: rounds of point-to-point messages over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Seconds are inside/, GB/s of the larger direction throughput/."""
+        """Return bytes, seconds (inside/), and GB/s of the larger direction (throughput/)."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
@@ -60,9 +60,7 @@ class TransferStats:
 
 
 class Staging:
-    """Device memory that transfers share, allocated at first use.
-
-    `release` empties the storage in place, so that views stay valid."""
+    """Device memory that transfers share, allocated at first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._needed = 0
@@ -84,13 +82,13 @@ class Staging:
         return self._memory
 
     def release(self) -> None:
-        """Free the memory until the next `take`. No operation may be using it."""
+        """Free the memory until `take`; views stay valid. No operation may be using it."""
         self._memory.untyped_storage().resize_(0)
 
 
 class _Writes:
     def __init__(self) -> None:
-        # By (target dtype, source dtype): a list's tensors are copied in one kernel.
+        # By (target dtype, source dtype): one kernel copies a list's tensors.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         self.computed: list[Callable[[], object]] = []
 
@@ -115,17 +113,17 @@ class _BoundRound:
 
 
 class Transfer:
-    """A plan bound to this rank's tensors, which runs whenever the weights change.
+    """A plan bound to this rank's tensors.
 
-    All ranks of the plan run theirs together. A rank's tensors are on one device, and may move in memory
-    between runs. Sources are converted or quantised before they are sent.
+    All ranks of the plan run it together. A rank's tensors are on one device, and may move between runs.
+    Sources are converted or quantised before sending.
 
-    bucket_bytes  limit of a rank's staging memory, sends and receives together
-    dtype         of target tensors without a format. Default: that of this rank's targets, if it has any
-    group         for the messages. Default: the whole job. With NCCL, all its ranks must have used it before.
-                  If targets are quantised or checked, all its ranks must take part
+    bucket_bytes  limit of staging memory
+    dtype         of targets without a format. Default: that of this rank's targets
+    group         with NCCL, all its ranks must have used it before; if targets are quantised or checked, all
+                  must take part
 
-    Raises ValueError if names, shapes or dtypes of the tensors are not the plan's."""
+    Raises ValueError for tensors that do not fit the plan."""
 
     def __init__(
         self,
@@ -185,7 +183,7 @@ class Transfer:
 
     @torch.no_grad()
     def run(self) -> TransferStats:
-        """Transfer the present weights. Raises WaitTimeout if a peer does not answer in time."""
+        """Transfer the weights. Raises WaitTimeout if a peer does not answer."""
         start = time.perf_counter()
         self._bind()
         self._scales.update(self._weights, self._group)
@@ -210,7 +208,7 @@ class Transfer:
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
 
     def _bind(self) -> None:
-        """Turn boxes into views of the tensors, unless no tensor has moved since the last run."""
+        """Turn boxes into views, if a tensor has moved since the last run."""
         tensors = (*self._weights.values(), *self._targets.values())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         packed = self._staging.take()
@@ -270,11 +268,10 @@ class Transfer:
     def check(self) -> None:
         """Compare every target with its sources after `run`. All ranks call this.
 
-        Only one 64-bit `fingerprint` per target tensor is sent. Raises TransferError on every rank, with the
-        names of tensors that differ."""
+        Sends 64 bits per target. Raises TransferError on every rank, with the differing tensors."""
         index, mine = self._hash_plan
         difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
-        hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas of an engine get the same pieces
+        hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas get the same pieces
         for copy in mine:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
             if key not in hashes:
@@ -303,10 +300,10 @@ class Transfer:
 
 
 def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """Return the hash of a box of a tensor, int64 []. The hash of a tensor is the sum over its boxes.
+    """Return the hash of a box, int64 []. The hash of a tensor is the sum over its boxes.
 
-    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, where a and b are odd and pseudo-random in the Hugging
-    Face coordinates i and j. One wrong element always changes it, as odd factors are invertible."""
+    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, with odd pseudo-random a and b, by Hugging Face
+    coordinates. Odd factors are invertible, so one wrong element always changes it."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
@@ -327,8 +324,7 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 class BlockScales:
     """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
 
-    A block may span several source shards. So each rank computes the largest magnitudes in its parts, and one
-    all-reduce combines them. Then every rank can quantise locally."""
+    A block may span source shards, so an all-reduce combines the largest magnitudes of its parts."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
@@ -351,9 +347,9 @@ class BlockScales:
         ]
 
     def update(self, sources: Mapping[str, Source], group: dist.ProcessGroup | None) -> None:
-        """Compute the present scales: a block's largest magnitude / 448 (the largest FP8). Collective.
+        """Compute the scales: a block's largest magnitude / 448 (the largest FP8). Collective.
 
-        A block of zeros gets the smallest normal float32, so that 0 / scale is 0."""
+        Zeros get the smallest normal float32, so that 0 / scale is 0."""
         if not self.tensors:
             return
         self._flat.zero_()
@@ -370,19 +366,19 @@ class BlockScales:
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
 
     def quantise(self, values: Tensor, hf_name: str, hf_box: Box, out: Tensor) -> None:
-        """Quantise values [rows, columns] of `hf_box` into out, float8_e4m3fn"""
+        """Quantise values [rows, columns] of `hf_box` into out, float8_e4m3fn."""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
         for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
             rows = torch.arange(top, bottom, device=part.device) // BLOCK
             columns = torch.arange(left, right, device=part.device) // BLOCK
             scaled = part.float() / scales[rows][:, columns]
-            # Rounding may exceed the largest FP8 number by one ulp, which torch would convert to NaN.
+            # Rounding may exceed the largest FP8 by one ulp, which torch would convert to NaN.
             out[top - start : bottom - start].copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX))
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield strips of about CHUNK elements, with their boxes, which end between blocks."""
+    """Yield strips of about CHUNK elements that end between blocks, with their boxes."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)

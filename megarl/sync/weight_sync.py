@@ -1,6 +1,6 @@
-"""Bring the actor's weights into all engines, bucket by bucket, and recover failed engines.
+"""Bring the actor's weights into all engines, and recover failed engines.
 
-All ranks call the same methods in the same order, except `recover`: only ranks with engines."""
+All ranks call the same methods in the same order; only ranks with engines call `recover`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.sync.plan import engine_plan, frozen_targets
 from megarl.sync.transfer import Staging, Transfer, TransferStats
 from megarl.weights.lora import merged
 
-READY_WAIT = 10.0  # seconds of waiting for an engine between two collectives
+READY_WAIT = 10.0  # seconds to wait for an engine between collectives
 Failures = list[EngineFailure | None]  # by rank
 
 
@@ -41,14 +41,14 @@ class _Guard:
 
 
 class WeightSync:
-    """Keeps the engines supplied with the actor's weights. All ranks of the job have one.
+    """Brings the actor's weights into the engines.
 
-    transfers  one per bucket, in order
-    memory     shared by all transfers, and allocated only during a sync
-    constant   number of first transfers, with frozen weights, which engines that still have them skip
-    version    of the last synced weights
+    transfers  by bucket
+    memory     of all transfers, allocated only during a sync
+    constant   number of first transfers whose weights are frozen; later syncs skip them
+    version    of the last sync
     asleep     tags whose device memory the engines have freed
-    failures   of engines since the last sync. More than `max_failures` end the run"""
+    failures   of engines since the last sync; more than `max_failures` end the run"""
 
     def __init__(
         self,
@@ -67,8 +67,7 @@ class WeightSync:
         self.version = -1
         self.complete = False
         self.asleep: set[str] = set()
-        # Ranks without the actor keep host copies, from which a restarted engine gets its weights during
-        # training.
+        # Engine-only ranks keep host copies, for engines that restart during training.
         self._copies: list[dict[str, Tensor]] = []
         self._keeps_copies = engine is not None and runtime.rollout_ranks > 0 and backend.can_recover
         self._events: list[str] = []
@@ -81,18 +80,17 @@ class WeightSync:
         return sum(transfer.target_bytes for transfer in self.transfers)
 
     def sync(self, version: int) -> TransferStats:
-        """Write the actor's present weights into all engines, as `version`."""
+        """Write the actor's weights into all engines, as `version`."""
         self.failures, self.version = 0, version
         failures, stats = self._update(self._guard(), self.runtime.job)
         self._recover(failures, self.runtime.job)
         return stats
 
     def recover(self, failures: Failures) -> None:
-        """Restart the failed engines with the weights of `version`. Unfinished requests continue.
+        """Restart failed engines with the weights of `version`. Unfinished requests continue.
 
         The actor must still have these weights, unless the engines' ranks have host copies.
-        Raises EngineError on every rank after too many failures. failures: by rank, of the ranks with engines
-        """
+        Raises EngineError on every rank after too many failures. failures: by rank with an engine"""
         self._recover(failures, self.runtime.engines)
 
     def _recover(self, failures: Failures, ranks: Ranks) -> None:
@@ -102,13 +100,13 @@ class WeightSync:
             failures, _ = self._update(_Guard(active=started_again), ranks)
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of these tags in all engines. Without weights they need a sync."""
+        """Free the device memory of these tags in all engines."""
         self.asleep |= set(tags)
         self.complete &= "weights" not in tags
         self._call_all(lambda engine: engine.sleep(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of these tags again. Weights are undefined until a sync."""
+        """Allocate the memory of these tags. Weights are undefined until a sync."""
         self.asleep -= set(tags)
         self._call_all(lambda engine: engine.wake(tags))
 
@@ -125,7 +123,7 @@ class WeightSync:
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)
-        # A failed engine is not called again: after its restart, `_await_ready` restores its sleep.
+        # A failed engine is not called again: `_await_ready` restores its sleep.
         while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(active=self._restart(failures, ranks))
@@ -147,7 +145,7 @@ class WeightSync:
             )
             error.on_every_rank = True
             raise error
-        # All ranks of an engine restart it, but only its leader sees failures.
+        # Only an engine's leader sees failures, but all its ranks restart it.
         tp = self.config.engine_tp
         leader = trainers + (ranks.rank - trainers) // tp * tp
         if self.engine is None or not any(failures[leader : leader + tp]):
@@ -157,9 +155,9 @@ class WeightSync:
         return True
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
-        """Wait until all guarded engines are ready. Restarted ones then free the tags in `asleep`."""
-        # A start may take longer than the timeout of a collective. A guard returns None if it is not active
-        # or its engine has failed, and no rank waits for that engine.
+        """Wait until guarded engines are ready. Restarted ones then free the tags in `asleep`."""
+        # A start may outlast a collective's timeout. No rank waits for the engine of an inactive or failed
+        # guard, which returns None.
         engine, is_ready = self.engine, False
         while not is_ready:
             answer = guard(lambda: engine is None or engine.ready(READY_WAIT)) is not False
@@ -253,6 +251,6 @@ def make_weight_sync(
     ]
     constant = sum(frozen.issuperset(part) for part in names)
     weight_sync = WeightSync(config.rollout, runtime, engine, backend, transfers, (staging, memory), constant)
-    # The starting engine needs the memory that `connect` has used.
+    # The engine needs the memory that `connect` has used.
     empty_cache(runtime.device)
     return weight_sync

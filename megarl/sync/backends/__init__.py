@@ -1,4 +1,4 @@
-"""The table of weight backends. An engine names one of them (`weight_backend` in config/engines.py)."""
+"""The weight backends, by their names in config/engines.py."""
 
 from typing import Any
 

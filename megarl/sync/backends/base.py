@@ -1,7 +1,4 @@
-"""The protocol of weight backends, which bring transferred weights into an engine, bucket by bucket.
-
-A new backend is a subclass in a separate file and a row in `BACKENDS`. docs/extending.md has an example.
-"""
+"""Weight backends bring transferred weights into an engine (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from megarl.weights.boxes import pack
 
 
 class UpdatableEngine(Protocol):
-    """The methods of an engine that backends and the weight sync call, see RolloutEngine."""
+    """The methods of RolloutEngine that a weight sync calls."""
 
     def ready(self, seconds: float) -> bool: ...
     def restart(self) -> None: ...
@@ -35,7 +32,7 @@ E = TypeVar("E", bound=UpdatableEngine)
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a bucket's memory. start: its first byte."""
+    """A tensor's place in a bucket's memory. start: its first byte."""
 
     start: int
     shape: tuple[int, ...]
@@ -49,13 +46,13 @@ class Place(NamedTuple):
 class WeightBackend(ABC, Generic[E]):
     """Brings one rank's part of the weights into its engine.
 
-    Every rank of a job has one, but ranks without an engine call only `split`. All ranks of an engine call
-    the same methods in the same order. Only its leader can raise EngineFailure.
+    Ranks without an engine call only `split`. All ranks of an engine call the same methods in the same order.
+    Only its leader can raise EngineFailure.
 
-    keeps_frozen   an engine keeps its frozen weights until it restarts
-    can_recover    a failed engine can restart, and then gets all weights
-    reports_notes  a successful update may have notes for the user (`take_notes`)
-    alignment      of the tensors of a bucket, in bytes"""
+    keeps_frozen   an engine keeps frozen weights until it restarts
+    can_recover    a failed engine can restart
+    reports_notes  updates may have notes (`take_notes`)
+    alignment      of a bucket's tensors, bytes"""
 
     keeps_frozen: ClassVar[bool] = True
     can_recover: ClassVar[bool] = True
@@ -64,19 +61,18 @@ class WeightBackend(ABC, Generic[E]):
     engine: E
 
     def __init__(self, config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        """rank: of the job; device: of the tensors that a transfer writes;
-        dtype: of target tensors without a format in the plan"""
+        """rank: in the job; device: of targets; dtype: of targets without a format in the plan"""
         self.config, self.rank, self.device, self.dtype = config, rank, device, dtype
 
     @property
     def bucket_bytes(self) -> float:
-        """Return the largest size of a bucket. A larger tensor fills a bucket alone."""
+        """Return the largest size of a bucket with several tensors."""
         return self.config.rollout.transfer_bucket * 2**20
 
     def split(self, plan: Plan, frozen: Collection[str] = ()) -> list[list[str]]:
-        """Split the names of the target tensors into buckets, identically on every rank.
+        """Split targets' names into buckets, identically on every rank.
 
-        frozen: tensors that never change. Their buckets come first, and later syncs may skip them."""
+        frozen: never change; their buckets come first, and later syncs may skip them"""
         leader = plan.targets[min(plan.targets)]
         sizes = {name: self._size(self.place(plan, name, shard.shape)) for name, shard in leader.items()}
         kept = {name: size for name, size in sizes.items() if name in frozen}
@@ -85,34 +81,30 @@ class WeightBackend(ABC, Generic[E]):
 
     @abstractmethod
     def connect(self, engine: E, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
-        """Connect to this rank's engine and return the tensors that a transfer writes here, by bucket.
+        """Connect to this rank's engine. Return the tensors that a transfer writes here, by bucket.
 
-        A bucket is sent before the next one is written.
-
-        parts: the plan of each bucket; memory: shared by all buckets, unless the engine owns the tensors"""
+        parts: by bucket; memory: for all buckets, as each is sent before the next is written"""
 
     def begin(self) -> None:
         """Begin an update. The engine refuses requests until `finish`."""
         self.engine.begin_update()
 
     def handle(self, bucket: int) -> bytes | None:
-        """Return a handle with which the engine's leader finds this rank's part of a bucket."""
+        """Return a handle of this rank's part of a bucket, for the engine's leader."""
         return None
 
     @abstractmethod
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         """Bring a bucket into the engine, after all ranks have written theirs.
 
-        The bucket's memory may be overwritten when all ranks have returned.
-
-        handles: results of `handle` by rank of the job"""
+        When all ranks have returned, its memory may be overwritten. handles: by rank of the job"""
 
     def finish(self, version: int) -> None:
-        """End the update: the engine drops all state of the old weights, and adopts `version`."""
+        """End the update. The engine drops state of old weights, and adopts `version`."""
         self.engine.end_update(version)
 
     def recover(self) -> None:
-        """Start the engine again after an EngineFailure. An update with all weights follows."""
+        """Restart a failed engine. An update with all weights follows."""
         self.engine.restart()
 
     def place(self, plan: Plan, name: str, shape: tuple[int, ...], start: int = 0) -> Place:
@@ -132,7 +124,7 @@ class WeightBackend(ABC, Generic[E]):
 
 
 def stage(places: Sequence[tuple[dict[str, Place], int]], memory: Staging) -> list[dict[str, Tensor]]:
-    """Return the tensors of all buckets as views of one staging memory."""
+    """Return all buckets' tensors as views of one memory."""
     memory.reserve(max(size for _, size in places))
     taken = memory.take()
     return [{name: place.view(taken) for name, place in bucket.items()} for bucket, _ in places]

@@ -1,7 +1,6 @@
-"""Weights in HTTP requests, for SGLang servers that the user runs.
+"""Send weights over HTTP, to SGLang servers that the user runs.
 
-The leader of the ranks that share a client has whole tensors by their Hugging Face names, serializes each
-bucket once, and posts it to all servers."""
+One rank per client has whole tensors by Hugging Face names, and posts each bucket to all servers."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from megarl.sync.transfer import Staging
 
 
 class HttpEngine(UpdatableEngine, Protocol):
-    """A client of servers that take weights by `update_weights_from_tensor`."""
+    """A client of servers with `update_weights_from_tensor`."""
 
     @property
     def is_updating(self) -> bool:
-        """True if a server of this client takes part in the update."""
+        """Return whether any server is updating."""
 
     def post_weights(self, payload: str, version: int | None) -> None:
-        """Post a bucket to all servers that take part.
+        """Post a bucket to all updating servers.
 
-        payload: base64 of a pickled list of (name, tensor); version: None unless it is the update's last"""
+        payload: base64 of a pickled list of (name, tensor); version: only with the update's last bucket"""
 
 
 class HttpBackend(WeightBackend[HttpEngine]):
-    keeps_frozen = False  # a server that comes back has no weights
+    keeps_frozen = False  # a returning server has no weights
     reports_notes = True  # about servers that drop out or come back
 
     def connect(self, engine: HttpEngine, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
@@ -42,7 +41,7 @@ class HttpBackend(WeightBackend[HttpEngine]):
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
         if not self.engine.is_updating:
             return
-        # Copies: a view would be pickled with all of its memory.
+        # Copy: a view is pickled with all of its memory.
         tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._buckets[bucket].items()]
         payload = base64.b64encode(pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)).decode()
         self.engine.post_weights(payload, version if bucket == len(self._buckets) - 1 else None)

@@ -1,4 +1,4 @@
-"""Weights in place: the transfer writes the parameters of an engine in the rank's own process."""
+"""Let the transfer write the parameters of an engine in the rank's process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class InProcessEngine(UpdatableEngine, Protocol):
     """An engine whose weights are tensors of this process."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by the names of the plan's targets. They stay the same objects."""
+        """Return the weights by the plan's names. They stay the same objects."""
 
 
 class InPlaceBackend(WeightBackend[InProcessEngine]):
-    """Has the transfer write the engine's own parameters: one bucket, and one more for frozen weights."""
+    """Has one bucket, and one for frozen weights."""
 
-    can_recover = False  # an engine's failure is the rank's
+    can_recover = False  # its process is the rank
 
     @property
     def bucket_bytes(self) -> float:
@@ -36,4 +36,4 @@ class InPlaceBackend(WeightBackend[InProcessEngine]):
         return [{name: tensors[name] for name in part.targets[self.rank]} for part in parts]
 
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
-        """Do nothing: the transfer has written the parameters."""
+        """Do nothing."""

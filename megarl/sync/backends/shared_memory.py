@@ -1,7 +1,6 @@
-"""Weights in shared memory, for SGLang on the ranks' own devices.
+"""Share memory with SGLang on the ranks' own devices: a file on a CPU, CUDA IPC on a GPU.
 
-A transfer writes each bucket to a memory of each rank. The leader passes handles to the engine's processes,
-which copy their shares: a file on a CPU, CUDA IPC on a GPU."""
+The engine's leader passes handles of a bucket to the engine's processes, which copy their shares."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from megarl.sync.transfer import Staging
 
 
 class ProcessEngine(UpdatableEngine, Protocol):
-    """An engine in separate processes, on the machine of its ranks."""
+    """An engine in separate processes on its ranks' machine."""
 
     def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
         """Make the engine's processes load a bucket, and wait for them.
 
-        handles: of the engine's ranks, in order (`SharedMemoryBackend.handle`); last: of the update"""
+        handles: of the engine's ranks, in order; last: the update's last bucket"""
 
 
 class SharedMemoryBackend(WeightBackend[ProcessEngine]):
@@ -59,7 +58,7 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
         return tensors
 
     def _open_file(self, size: int) -> Tensor:
-        """Return the memory of a file that other processes can open while this object exists."""
+        """Return a file's memory, which other processes can open while this object exists."""
         self._file = os.memfd_create("megarl-weights")
         weakref.finalize(self, os.close, self._file)
         os.truncate(self._file, size)
@@ -72,7 +71,7 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
             part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
             memory = torch.empty(0, dtype=torch.uint8)
         else:
-            # torch keeps one wrapper per share until the storage is freed, so share a short-lived alias.
+            # torch keeps a wrapper per share until the storage is freed, so share a short-lived alias.
             memory = torch.from_dlpack(self._memory)
         return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
 
