@@ -19,7 +19,7 @@ def kv_cache_bytes(plan: PlanInputs) -> float:
         return rollout.max_batch * (plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1))
     weights = engine_weight_bytes(plan)
     left = rollout.engine_memory * plan.device.memory - weights
-    # A server's memory is unknown: assume a cache as large as its weights.
+    # A server's memory is unknown: assume a cache at least as large as the weights.
     return max(weights if rollout.capabilities.remote else 0.0, left)
 
 
@@ -46,13 +46,13 @@ def transferred_bytes(plan: PlanInputs) -> float:
 
 
 def transfer_buffer_bytes(plan: PlanInputs) -> float:
-    """Return a GPU's bytes for a weight transfer's messages and the engine's buckets."""
+    """Return a GPU's bytes for a weight transfer's messages and buckets."""
     rollout, lora = plan.config.rollout, plan.config.actor.lora
     bucket = float(rollout.transfer_bucket * 2**20)
     if lora.rank is not None:  # weights are merged when sent
         bucket += plan.actor.count_lora(lora, plan.layout.tp)[1] * plan.actor.itemsize
     if not rollout.capabilities.continuous_batching:
         return bucket
-    # SGLang receives whole tensors, at least the largest.
+    # SGLang's buffer must hold the largest tensor.
     largest = max(plan.actor.engine_tensors(plan.engine_tp, rollout.weights_dtype))
     return bucket + min(engine_weight_bytes(plan), max(bucket, largest))

@@ -11,7 +11,7 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import Need, gpu_needs, needs_outside_steps
 from megarl.plan.sizes import GIB
 
-RESPONSE = 256  # least bytes of a response in the distributing process
+RESPONSE = 256  # least bytes of a response when distributed
 NEAR = 0.9  # warn from this share of a machine's memory
 # What to change, by the largest part.
 CPU_CHANGES = {
@@ -40,7 +40,7 @@ def largest_micro_batch(plan: PlanInputs) -> int:
 
 
 def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
-    """Return in a line why a run does not fit and what to change; None if it fits.
+    """Return why a run does not fit and what to change, or None.
 
     room: bytes of each GPU to leave free"""
     rollout, memory = plan.config.rollout, plan.device.memory
@@ -97,7 +97,7 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
 
 
 def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
-    """Return why a run on CPUs cannot fit, like `find_problem`; None if it may."""
+    """Return why a run on CPUs cannot fit, like `find_problem`."""
     parts = cpu_bytes(plan)
     always = sum(parts.values())
     # A save surely needs three of these five numbers a parameter.

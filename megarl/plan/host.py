@@ -1,4 +1,4 @@
-"""Bytes of host memory: of a GPU node, or a machine whose CPUs run all ranks."""
+"""Bytes of host memory, with GPUs or with all ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERIFIER = 0.3 * GIB
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 # Bytes of a response's metadata on every rank (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on its sampling rank: TokenData and RolloutBatch.own.
+# Bytes of a token on its sampling rank.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
@@ -55,8 +55,8 @@ def offloaded_bytes(plan: PlanInputs) -> float:
 def gathered_optimizer_bytes(plan: PlanInputs) -> float:
     """Return a rank's bytes while a model is saved or loaded.
 
-    Each replica gathers its shard's optimizer, three float32 numbers a parameter. Megatron also has two more
-    copies of one of them, and the rank's part of all three."""
+    Replicas gather their shard's optimizer, three float32 numbers a parameter. Megatron has two more copies
+    of one, and the rank's part of all three."""
     layout, params = plan.layout, 0
     for model in plan.trained:
         for stage in plan.stages:
@@ -112,8 +112,7 @@ def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
 def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
     """Return CPU ranks' bytes in addition to `cpu_bytes`, by phase and purpose.
 
-    Processes keep freed activations: glibc returns few blocks below 32 MiB. A checkpoint counts as a
-    phase."""
+    Processes keep freed activations: glibc returns few blocks below 32 MiB. A checkpoint is a phase."""
     config, world = plan.config, plan.layout.world
     tokens = cpu_micro_batch_tokens(plan)
     ranks = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
@@ -146,7 +145,7 @@ def _cpu_kv_cache_bytes(plan: PlanInputs) -> float:
 
 
 def cpu_micro_batch_tokens(plan: PlanInputs) -> int:
-    """Return the tokens of a rank's largest micro-batch, often below the budget on CPUs."""
+    """Return a rank's largest micro-batch, often below the budget on CPUs."""
     config = plan.config
     responses = max(config.mini_batch, config.critic.mini_batch or 0)
     sequences = -(-responses // plan.layout.dp)

@@ -25,7 +25,7 @@ from megarl.plan.tensors import (
 # Our estimates:
 OVERHEAD = 4 * GIB  # of CUDA contexts and communicators
 FRAGMENTATION = 1.05  # allocated bytes for a byte of activations
-# Bytes of each top-k token of a policy or teacher, measured in an update.
+# Bytes of each top-k token, measured in an update.
 TOP_K_ENTRY = 60
 
 
@@ -72,7 +72,7 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
         groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
-    # An update's FP8 copies last until the weight transfer. Only an update has a `head`.
+    # FP8 copies last until the weight transfer. Only updates have a `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)
@@ -98,7 +98,7 @@ class _StagePass(NamedTuple):
 
     tokens        of a context-parallel rank
     dense_layers  first layers, without experts
-    is_last       the stage has the head"""
+    is_last       has the head"""
 
     model: str
     activations: Activations
@@ -182,14 +182,14 @@ def weight_transfer(plan: PlanInputs) -> dict[str, float]:
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
     """Return the need of a trained model's construction, before any engine starts.
 
-    DistributedDataParallel copies weights into its buffers. Then the optimizer makes float32 weights."""
+    DistributedDataParallel copies weights into buffers, then the optimizer makes float32 weights."""
     earlier = {name for name in plan.keep if model == "critic" and name.startswith("actor.")}
     parts = {name: group_bytes(plan, name, stage) for name in sorted(earlier)}
     for part in ("weights", "gradients"):
         parts[f"{model}.{part}"] = group_bytes(plan, f"{model}.{part}", stage)
     trained, itemsize = count_trained(plan, model, plan.layout, stage), plan.shape(model).itemsize
     copied = float((trained.shared + trained.experts) * itemsize)
-    # Of Adam's three float32 numbers and Muon's two, only the weight exists.
+    # Of Adam's three float32 numbers and Muon's two, only the weight exists yet.
     muon = count_muon_elements(plan, model, stage).largest_share
     float32_weights = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
     float32_weights *= itemsize < FP32

@@ -1,7 +1,4 @@
-"""Search for the layout that fits into memory with the quickest estimated step.
-
-For each it chooses recomputation and token budget, then engines, then `residency.keep`.
-"""
+"""Search for the layout that fits into memory with the quickest estimated step."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ LOOKED_AT = 8  # best layouts for which residency.keep is searched
 
 
 class Candidate(NamedTuple):
-    """A layout with its best other choices, and an estimate if it fits, else a problem."""
+    """A layout with its best choices, and an estimate if it fits, else a problem."""
 
     plan: PlanInputs
     estimate: Estimate | None
@@ -65,7 +62,7 @@ def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
 
 
 def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
-    """Try every layout: first those that fit, by speed, then the others, least parallelism first."""
+    """Try all layouts. Those that fit come first, by speed, then others by parallelism."""
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
     engines = _list_powers(node)
@@ -85,7 +82,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
         return one.estimate is None, seconds, layout.world // layout.dp, layout.tp
 
     found.sort(key=order)
-    # Kept groups save copies. This search is slow: only for the best layouts.
+    # Kept groups save copies. This search is slow, so only for the best.
     best = [_keep_groups(one, lengths) for one in found[:LOOKED_AT]]
     return sorted(best, key=order) + found[LOOKED_AT:]
 

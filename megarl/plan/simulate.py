@@ -32,9 +32,9 @@ from megarl.plan.times import (
 )
 from megarl.sync.plan import engine_ranks
 
-GROUP_CORRELATION = 0.5  # our estimate, of log lengths of a prompt's responses
-BATCHES, WARM_UP = 6, 3  # simulated steps; the first ones are not measured
-RECORDED_STEPS = 20  # most rollouts read, the last ones
+GROUP_CORRELATION = 0.5  # our estimate, of log lengths
+BATCHES, WARM_UP = 6, 3  # simulated steps; unmeasured first ones
+RECORDED_STEPS = 20  # last steps whose rollouts are read
 ACTOR_UPDATE = "actor_update"
 
 Balance = Literal["stretches", "queue", "longest"]
@@ -47,7 +47,7 @@ class Costs:
 
     decode   a step, given running responses and cached tokens
     prefill  a prompt
-    at_once  most responses that an engine decodes at once (no seconds)
+    at_once  most responses in decoding (no seconds)
     train    tokens of a batch -> phase -> seconds, in phase order"""
 
     decode: Callable[[float, float], float]
@@ -62,16 +62,13 @@ class RolloutWork:
     """What engines generate in a step.
 
     prompts         trained groups
-    prompt_tokens   mean
-    sample_lengths  of one group
     kept_share      of groups, by dynamic sampling
     streams         continuous batching: missing groups are submitted at any time
     oversample      groups of the first submission / groups needed
     balance         `stretches`: each engine keeps an equal part of the requests.
                     `queue`: an engine with room takes another one's waiting requests.
                     `longest`: as `queue`, and the longest expected requests start first.
-    window          most tokens of a response in a step; 0: all
-    max_windows     of a response"""
+    window          most tokens of a response in a step; 0: all"""
 
     prompts: int
     group_size: int
@@ -91,7 +88,6 @@ class SimulatedGroup:
 
     lengths        new tokens of each response
     kept           by dynamic sampling
-    running        unfinished responses
     prefix_tokens  of earlier steps"""
 
     lengths: Sequence[float]
@@ -105,10 +101,10 @@ class SimulatedRollout:
     """A generated batch.
 
     seconds    until the last needed group is complete
-    busy       (begin, end) of each engine's decoding
-    tokens     of trained groups, with prompts
+    busy       (begin, end) of decoding, by engine
+    tokens     trained, with prompts
     fresh      the same, without prefixes
-    generated  tokens, discarded ones included"""
+    generated  discarded tokens included"""
 
     seconds: float
     busy: list[list[tuple[float, float]]]
@@ -165,11 +161,11 @@ class _RolloutSimulation:
     def __init__(self, work: RolloutWork, costs: Costs, engines: int, rng: random.Random) -> None:
         self.work, self.costs, self.rng, self.now = work, costs, rng, 0.0
         self.engines = [Engine(costs, work.prompt_tokens) for _ in range(engines)]
-        self.events: list[tuple[float, int, int]] = []  # seconds, engine, its version
+        self.events: list[tuple[float, int, int]] = []  # seconds, engine, version
         self.submitted: list[SimulatedGroup] = []
         self.complete = self.kept = 0  # finished groups; kept ones
         self.read = self.accepted = 0  # the same, up to the first unfinished group
-        # Windows are trained on without their group.
+        # Windows train without their group.
         self.needed = work.prompts * (work.group_size if work.window else 1)
 
     def run(self) -> SimulatedRollout:
@@ -201,7 +197,7 @@ class _RolloutSimulation:
         self.submitted += groups
         rows = [(length, group) for group in groups for length in group.lengths]
         longest_first, count = self.work.balance == "longest", len(self.engines)
-        if longest_first:  # runs use means of earlier epochs
+        if longest_first:  # as known from earlier epochs
             rows.sort(key=lambda row: -fmean(row[1].lengths))
         for number, engine in enumerate(self.engines):
             part = slice(number * len(rows) // count, (number + 1) * len(rows) // count)
@@ -212,7 +208,7 @@ class _RolloutSimulation:
             self._continue(number)
 
     def _continue(self, number: int) -> None:
-        """Start requests where there is room, the engine's own first."""
+        """Fill the engine, with its own requests first."""
         engine, balance = self.engines[number], self.work.balance
         engine.start_waiting()
         while balance != "stretches" and len(engine.running) < self.costs.at_once:
@@ -248,7 +244,7 @@ class _RolloutSimulation:
         work, missing = self.work, self.needed - self.accepted
         if not self.submitted:
             return math.ceil(missing * work.oversample) if work.kept_share < 1 else missing
-        if work.streams:  # finished groups behind an unfinished one count too
+        if work.streams:  # finished groups behind unfinished ones count too
             missing = self.needed - self.kept
         if missing <= 0:
             return 0
@@ -289,9 +285,9 @@ class Timeline:
 
     rows       "trainers" or engine -> spans. On shared ranks, engines' rows have training phases.
     ranks      by row
-    ends       of each step's updates, seconds
-    tokens     of each batch, without prefixes
-    generated  by each rollout"""
+    ends       of updates, seconds by step
+    tokens     by batch, without prefixes
+    generated  tokens by rollout"""
 
     rows: dict[str, list[Span]] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -308,7 +304,7 @@ class Timeline:
         return fmean(self.tokens[WARM_UP:]) / self.step
 
     def wait_shares(self, name: str) -> dict[str, float]:
-        """Return each wait of a row as a share of the time after the warm-up."""
+        """Return a row's waits as shares of the time after the warm-up."""
         begin, end = self.ends[WARM_UP - 1], self.ends[-1]
         shares: dict[str, float] = {}
         for span in self.rows[name]:
@@ -390,7 +386,7 @@ class _StepSimulation:
             self.timeline.rows.setdefault(name, []).append(Span(step, phase, begin, end))
 
     def _generate(self) -> None:
-        """Generate a batch. Those beyond BATCHES are never trained on: repeat earlier ones."""
+        """Generate a batch. Untrained ones beyond BATCHES repeat earlier ones."""
         number = len(self.rollout_ends)
         if number < BATCHES:
             rng = random.Random(f"{self.seed} {number}")
@@ -420,9 +416,9 @@ class _StepSimulation:
 def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Timeline:
     """Simulate BATCHES steps of a job.
 
-    With ahead = a, step k's batch is generated by the weights after step k - 1 - a. Version v is transferred
-    when trainers have it and engines have finished batch v + a. With a = 2 the trainers poll before each
-    phase, and wait only before the next actor update."""
+    With ahead = a, the weights after step k - 1 - a generate step k's batch. Version v is transferred when
+    engines have finished batch v + a. With a = 2 trainers poll before each phase, and wait only before the
+    next actor update."""
     return _StepSimulation(work, costs, split, seed).run()
 
 
@@ -464,7 +460,7 @@ def make_rollout_work(
 
 
 def make_log_normal(lengths: Lengths) -> SampleLengths:
-    """Make a sampler of log-normal lengths, cut at the limit, correlated within a group."""
+    """Make a log-normal sampler, cut at the limit, correlated within a group."""
     scale, common, own = math.log(lengths.median), GROUP_CORRELATION**0.5, (1 - GROUP_CORRELATION) ** 0.5
 
     def sample(rng: random.Random, responses: int) -> list[float]:
@@ -476,7 +472,7 @@ def make_log_normal(lengths: Lengths) -> SampleLengths:
 
 
 def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world: int) -> PlanInputs | None:
-    """Return the plan with the quickest split of `world` ranks at ahead = 1; None if none fits.
+    """Find the quickest split of `world` ranks at ahead = 1, if any fits.
 
     The search walks from the best split by plan/times.py to quicker neighbours."""
     layout = plan.layout
@@ -513,7 +509,7 @@ def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world
 
 
 class SimulatedSplit(NamedTuple):
-    """A simulated split of ranks. The plan's schedule.ahead is unused."""
+    """A simulated split. The plan's schedule.ahead is unused."""
 
     plan: PlanInputs
     ahead: int
@@ -525,7 +521,7 @@ class SimulatedSplit(NamedTuple):
 
 
 def compare_splits(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> list[SimulatedSplit]:
-    """Simulate the configuration, shared ranks, and the best split with ahead 1 and 2."""
+    """Simulate the configuration, shared ranks, and the best split at ahead 1 and 2."""
     unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
     world = plan.layout.world + parallel.rollout_ranks
     candidates = [(plan, plan.config.schedule.ahead)]
@@ -543,10 +539,10 @@ def compare_splits(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> lis
 
 
 def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, str]:
-    """Return a run's lengths, a sampler of them, and their source.
+    """Return a run's lengths, their sampler, and their source.
 
-    Recorded rollouts (checkpoint.rollouts) are sampled by group. Else a log-normal is fitted to
-    metrics.jsonl. Raises DataError without either. lengths: limit, window and missing prompts"""
+    Samples recorded rollouts (checkpoint.rollouts) by group, else fits a log-normal to metrics.jsonl. Raises
+    DataError without either. lengths: limit, window and missing prompts"""
     groups, prompts = _read_rollouts(run_dir)
     if not groups:
         return _fit_to_metrics(run_dir, lengths)
@@ -563,7 +559,7 @@ def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, s
 
 
 def _read_rollouts(run_dir: Path) -> tuple[list[list[int]], list[int]]:
-    """Read finished responses' lengths by group, and prompts' lengths."""
+    """Read lengths of finished responses by group, and of prompts."""
     steps = sorted(manifest.parent for manifest in (run_dir / "rollouts").glob("step-*/manifest.json"))
     files = [path for step in steps[-RECORDED_STEPS:] for path in sorted(step.glob("*.safetensors"))]
     groups: dict[tuple[Path, int], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Count parameters and activations of a rank. Imports no torch, for a quick `megarl plan`."""
+"""Count a rank's parameters and activations. Imports no torch, to start quickly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Shape:
     ) -> ParamCount:
         """Count a rank's parameters, with a padded vocabulary.
 
-        critic: with a float32 value head; optimizer: count only what it trains"""
+        critic: with a float32 value head; optimizer: count its parameters only"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
         trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
@@ -95,7 +95,7 @@ class Shape:
         return max(self._count_local(pair, 1 if pair.per_expert else tp) for pair in pairs)
 
     def count_lora(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
-        """Count one of `tp` ranks' elements of all weights with adapters, and of the largest."""
+        """Count a rank's elements of weights with adapters: of all, of the largest."""
         held, sizes = list[tuple[int, int]](), self.sizes
         for pair in (pair for pair in self.pairs if adapters(pair, lora)):
             copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
@@ -147,7 +147,7 @@ class Shape:
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
-        """Count gate and up parameters, which checkpoints separate."""
+        """Count gate and up parameters, separate in checkpoints."""
         elements, sizes = 0, self.sizes
         own = self._layers(layout, pp_rank)
         for pair in self.pairs:
@@ -176,7 +176,7 @@ class Shape:
         def counts(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
-        # Frozen layers are the lowest, so the top layer trains all that any layer trains.
+        # Frozen layers are the lowest: the top layer trains all that any layer trains.
         pairs = [pair for pair in self.pairs if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
@@ -267,27 +267,24 @@ class Shape:
         return tuple(prod(shard.shape) * width(name, shard.shape) for name, shard in shards.items())
 
 
-# Tested against measured memory (tests/plan/test_activations.py) and a fake device
-# (tests/rehearsal/test_peaks.py).
-
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a model at one tensor-parallel size. Bytes per token, except `head_fixed`: bytes.
+    """Activations of a tensor-parallel rank: bytes per token, `head_fixed`: bytes.
 
-    layer        kept by a layer with the configured recomputation
-    one_layer    kept by a layer without recomputation
+    layer        kept by a layer
+    one_layer    the same, without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
     head         peak of the head
-    head_fixed   its part independent of tokens
-    forward      peak in a layer without gradients
+    head_fixed   independent of tokens
+    forward      peak of a layer without gradients
     moved        written by a layer's norms, attention and activation functions
     recomputed   with recompute=full: a rank's recomputed layers; None: all
     selected     with recompute=selective: recomputed in a layer's backward pass
-    dense        of the first layers, without experts; None: all are equal"""
+    dense        first layers, without experts; None: all are equal"""
 
     layer: float
     one_layer: float
@@ -308,8 +305,8 @@ class Activations:
         """Return a stage's peak bytes in forward and backward passes.
 
         in_flight: micro-batches of `tokens` that await their backward pass
-        outputs: hidden states kept for other stages
-        dense: first layers without experts"""
+        outputs: see `count_kept_outputs`
+        dense: layers without experts"""
         full = self.recompute == "full"
         # whole: highest layers, not recomputed; lowest: recomputed layers without experts
         whole = layers - min(layers, self.recomputed or layers) if full else 0
@@ -329,7 +326,7 @@ class Activations:
 
 
 def max_share(sizes: Sequence[int], ranks: int) -> int:
-    """Return the largest total if items go, largest first, to the emptiest rank (Megatron's Muon)."""
+    """Divide like Megatron's Muon: largest first, to the emptiest rank. Return the largest total."""
     loads = [0] * ranks
     for size in sorted(sizes, reverse=True):
         heapreplace(loads, loads[0] + size)
@@ -341,15 +338,15 @@ def count_in_flight(layout: Layout, stage: int) -> float:
     later = layout.pp - stage - 1
     if layout.vpp == 1:
         return later + 1
-    # Megatron's warm-up (get_pp_rank_microbatches), and one forward before the first backward.
+    # Megatron's warm-up (get_pp_rank_microbatches), and one forward.
     return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def count_kept_outputs(layout: Layout, in_flight: float, last: bool) -> float:
     """Count the hidden states that a stage keeps for other stages.
 
-    With virtual stages Megatron keeps each chunk's output, except the last, until its backward pass. Also,
-    about pp micro-batches arrive early in each direction, as measured at pp 2."""
+    With virtual stages Megatron keeps each chunk's output, except the last, until its backward pass. About
+    pp micro-batches arrive early in each direction (measured at pp 2)."""
     return in_flight * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
@@ -384,7 +381,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Of a token: f: MLP columns; copies: elements sent to experts. A balanced rank receives equally many.
+    # Per token: f: MLP columns; copies: elements sent to experts, equally many received if balanced.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -406,8 +403,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         # FP8 products keep inputs at one byte an element, routers in bf16. Attention keeps its output in
         # bf16, and in FP8 as the projection's input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
-    # Recomputed attention keeps unpadded q, k, v; Transformer Engine's projection keeps the output. Linear
-    # attention is not recomputed.
+    # Recomputed softmax attention keeps unpadded q, k, v; Transformer Engine's projection keeps the output.
     attention_again = -FP32 * (sizes.heads / tp)
     if portable:
         attention_again += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
@@ -415,7 +411,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         attention_again -= b * q
     gathered_keys = passes.cp > 1 and portable
     if gathered_keys:
-        # Always recomputed. Norms of q and k keep the q, k, v tensor.
+        # Always recomputed. QK norms keep the q, k, v tensor.
         norms_keep_qkv = family.has("k_layernorm.weight")
         one_layer += (1 - linear) * (attention_again - (b * (q + kv) if norms_keep_qkv else 0.0))
         moved = one_layer - b * copies
@@ -431,7 +427,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     head, fixed = _head(shape, passes, critic)
     if recompute != "selective":
         selected = 0.0
-    if recompute == "full" and linear:  # count the larger kind of layer
+    if recompute == "full" and linear:  # the larger kind of layer
         one_layer += max(attention, delta) - mixed
     found = (
         layer,
@@ -490,7 +486,7 @@ def _count_scratch(
     mlp, delta: kept by MLP and linear attention"""
     sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
-    # Copies sent, received and sorted; experts' outputs, single and combined; gradients.
+    # Copies sent, received, sorted; experts' outputs, also combined; gradients.
     work = b * (max(2 * f, 4 * copies) + h)
     if passes.is_portable:
         forward = b * (h + q + kv + 5 * max(f, copies))
@@ -499,8 +495,8 @@ def _count_scratch(
         forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
         # Attention's backward pass follows the MLP's. Portable layers have all ranks' keys and values twice
-        # (gathered, by bucket), queries, outputs, and their gradients. Transformer Engine sends keys, values
-        # and gradients from rank to rank, in buffers of one rank's share.
+        # (gathered, by bucket), queries, outputs, and gradients. Transformer Engine passes keys, values and
+        # gradients from rank to rank.
         attended = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
     if sizes.linear:  # gradients of the rule's matrices and inputs
@@ -553,8 +549,8 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
 def fp8_bytes_per_param(recipe: str, device: Device) -> float:
     """Return the bytes of Transformer Engine's FP8 copies of a parameter.
 
-    It has a copy by rows, and one by columns for the input's gradient, each with scales (2.20: Float8Tensor,
-    MXFP8Tensor, Float8BlockwiseQTensor). With one scale per tensor, some devices need only the first."""
+    It has a copy by rows, and one by columns for the input's gradient, with scales (2.20: Float8Tensor,
+    MXFP8Tensor, Float8BlockwiseQTensor). Per-tensor scaling needs only the first on some devices."""
     if recipe == "mxfp8":
         return 2 * (1 + 1 / 32)
     if recipe == "blockwise":
@@ -594,7 +590,7 @@ DEVICES = {
 def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device:
     """Return the GPU of `cluster`, with configured figures. Raises ConfigError where some are missing.
 
-    measured: real memory, bytes"""
+    measured: memory, bytes"""
     memory = None if cluster.gpu_memory is None else cluster.gpu_memory * GIB
     figures = {
         "gpu_memory": memory,

@@ -40,8 +40,8 @@ def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> P
 def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:
     """Count the bytes of a tensor group, such as actor.weights.
 
-    Of several critics or teachers, one is on the GPU at a time: the largest counts, or all with `every` or if
-    never offloaded."""
+    Of several critics or teachers, the largest counts, as one is on the GPU at a time. All count with `every`
+    or if never offloaded."""
     model, _, part = name.partition(".")
     if model == "engine":
         if plan.config.rollout.capabilities.remote:
@@ -120,8 +120,7 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
     """Count Newton-Schulz's bytes for the largest matrix.
 
-    In float32: shards and gathered matrix (with tensor parallelism), normalised matrix. In the model's dtype:
-    two iterates."""
+    In float32: shards and gathered matrix (with tensor parallelism), normalised matrix. Two iterates."""
     if model not in plan.muon_models:
         return 0.0
     shape = plan.shape(model)
@@ -130,10 +129,10 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 
 
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
-    """Count the largest bucket's parameters. Only a first stage with overlap has several buckets."""
+    """Count the largest bucket's parameters. Only a first stage with overlap has several."""
     parallel, layout = plan.config.parallel, plan.layout
     trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
-    # One virtual stage also has the embedding or the output layer.
+    # A virtual stage also has the embedding or output layer.
     whole = max(trained.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp)
     if stage or not plan.overlaps:
         return whole
@@ -144,8 +143,7 @@ def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
     """Return bytes to sum gradients over replicas: during the backward pass, and after it.
 
-    bf16 buckets are received from every replica and summed in float32. The optimizer then reads its share in
-    float32."""
+    Every replica's bf16 buckets are summed in float32. The optimizer reads its share in float32."""
     if plan.gradient_size == FP32:
         return 0.0, 0.0
     layout = plan.layout
@@ -175,7 +173,7 @@ def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bo
 def resident_bytes(
     plan: PlanInputs, groups: frozenset[str], stage: int, *, forward_only: bool = False
 ) -> dict[str, float]:
-    """Count the bytes by tensor group, and of FP8 copies of weights."""
+    """Count the bytes of tensor groups, and of FP8 copies."""
     parts = {name: group_bytes(plan, name, stage) for name in sorted(groups)}
     for model in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
         rows_only = forward_only and f"{model}.weights" not in plan.keep
@@ -190,4 +188,4 @@ def model_activations(plan: PlanInputs, model: str) -> Activations:
 
 @lru_cache(maxsize=256)
 def _activations(shape: Shape, passes: Passes, critic: bool) -> Activations:
-    return count_activations(shape, passes, critic=critic)  # all phases and stages share them
+    return count_activations(shape, passes, critic=critic)

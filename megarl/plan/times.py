@@ -1,4 +1,4 @@
-"""Estimate the seconds of a step from data sheets and the shares of them that runs reach."""
+"""Estimate a step's seconds from data sheets and the shares that runs reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODE_STEP = 4e-3  # host seconds of a decoding step
 DECODE_SEQUENCE = 80e-6  # host seconds per sequence
 DECODE_LAYER = 60e-6  # seconds of a layer's kernel launches
 DISPATCH = 2e-3  # seconds until the host has experts' token counts
-# Measured speed relative to bf16, casts included (docs/planning.md). Other recipes count as bf16.
+# Measured, with casts (docs/planning.md). Other recipes count as bf16.
 FP8_SPEEDUP = {"tensorwise": 1.55, "delayed": 1.55}
 # Our estimates:
 READING = 0.75  # of the memory's speed
@@ -86,7 +86,7 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Return the middles of QUANTILES equal shares, shortest first."""
+        """Return QUANTILES lengths, shortest first."""
         normal = NormalDist()
         shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
         low, high = 0.0, float(self.longest) * 100
@@ -98,12 +98,12 @@ class Lengths:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """Return the windows of a long run's step: all windows, equally frequent."""
+        """Return a long run's windows, equally frequent in a step."""
         return tuple(w for length in self.quantiles for w in split_into_windows(length, self.window))
 
     @cached_property
     def sequences(self) -> tuple[list[float], list[float]]:
-        """Return lengths of a step's sequences, and of those that finish."""
+        """Return lengths of all sequences, and of those that finish."""
         context = self.prompt + self.all_observed
         lengths = [(window.length + context, window.is_last) for window in self.windows]
         return [length for length, _ in lengths], [length for length, is_last in lengths if is_last]
@@ -123,7 +123,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by part. tokens: of its sequences; asynchronous: the rollout overlaps."""
+    """Seconds of a step by part. asynchronous: the rollout overlaps."""
 
     parts: dict[str, float]
     tokens: float
@@ -143,7 +143,7 @@ class Estimate:
 def default_lengths(plan: PlanInputs) -> Lengths:
     """Assume a third of the limit for responses, a quarter for prompts.
 
-    Also a quarter of the turns, a third of the room for observations, a second for tool calls."""
+    Also a quarter of the turns, a third of observations' room, a second for tool calls."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
@@ -185,12 +185,12 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     critics = config.critic.count if is_critic else 1  # one after the other
     epochs = updates = 1
     if update:
-        tokens /= critics  # each learns from its own part
+        tokens /= critics  # each learns from a part
         settings = config.critic if is_critic else config.update
         size = (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
         epochs = settings.epochs if config.has_engine else 1
         updates = max(1, config.responses // size)
-    # Each optimizer step fills and drains the pipeline, and waits for the replica with the longest sequence.
+    # Each optimizer step drains the pipeline, and waits for the replica with the longest sequence.
     share = tokens / updates / layout.dp
     uneven = max(1.0, max(sequences) / share)
     # All stages wait for the largest micro-batch.
@@ -209,14 +209,14 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
 
 
 def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: float) -> float:
-    """Add `count` optimizer steps' messages, which do not overlap, and Muon's products."""
+    """Add optimizer steps' messages, which do not overlap, and Muon's products."""
     layout, cluster, shape = plan.layout, plan.config.cluster, plan.shape(model)
     replicas = layout.dp * layout.cp
     link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
     params = max(count_trained(plan, model, layout, stage).all for stage in plan.stages)
     sent = params * (plan.gradient_size + shape.itemsize) * (replicas - 1) / replicas
     total += count * sent / (link * 1e9 * LINKS)
-    if model in plan.muon_models:  # replicas share the work; tensor-parallel ranks repeat it
+    if model in plan.muon_models:  # tensor-parallel ranks repeat the work
         flops = max(shape.muon_flops(layout, stage) for stage in plan.stages) / replicas
         flops *= plan.optimizer(model).muon.steps
         total += count * flops / (plan.device.tflops * 1e12 * MATMUL)
@@ -224,7 +224,7 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 
 
 def _transfer_seconds(plan: PlanInputs) -> float:
-    """Estimate a transfer: within a node if it has the whole model, or all ranks of a disaggregated job."""
+    """Estimate a transfer, within a node if it has the model, or all ranks if disaggregated."""
     layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
     link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
@@ -232,14 +232,14 @@ def _transfer_seconds(plan: PlanInputs) -> float:
 
 
 def _offloaded_bytes(plan: PlanInputs) -> float:
-    """Count the bytes that a GPU copies in a step. Engines and gradients return empty."""
+    """Count a GPU's copied bytes in a step. Engines and gradients return empty."""
     copied = 0.0
     sets = [resident | plan.keep for resident in plan.residents]
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
                 copied += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
-        # With several critics, a phase ends with the last on the GPU, and the next starts with the first.
+        # A phase ends with the last critic on the GPU, the next starts with the first.
         for name in sorted((before & after) - plan.keep) if plan.config.critic.count > 1 else ():
             if name.startswith("critic."):
                 copied += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
@@ -251,13 +251,13 @@ def _matmul_seconds(*shapes: tuple[float, float], speed: float) -> float:
 
 
 def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tuple[float, float, float]:
-    """Return a token's forward seconds in a mean layer: products, dense MLPs, attention scores."""
+    """Return a token's forward seconds in a mean layer: products, dense MLPs, scores."""
     shape, tp = plan.shape(model), plan.layout.tp
     sizes, h, fp8 = shape.sizes, shape.sizes.hidden, plan.config.model.fp8
     peak = plan.device.tflops * 1e12 * MATMUL
     in_fp8 = plan.in_fp8 * (1 - 2 * fp8.first_last_layers_bf16 / sizes.layers)
     speed = peak / (1 - in_fp8 + in_fp8 / FP8_SPEEDUP.get(fp8.recipe, 1.0))
-    # Tensor parallelism divides a matrix's other side than h, or the tokens of products to latents.
+    # Tensor parallelism divides the side other than h, or tokens of products to latents.
     matrices = ((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)
     matmul, mlp = _matmul_seconds(*matrices, speed=speed), 0.0
     linear = len(sizes.linear) / sizes.layers
@@ -275,14 +275,14 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     if dense:
         mlp = dense * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
-    # Causal attention sees half of a sequence; long ones have more of the tokens.
+    # Causal attention sees half of a sequence.
     context = fmean(length**2 for length in sequences) / fmean(sequences)
     attention = (1 - linear) * context * (sizes.q + sizes.out) / tp / peak
     return matmul, mlp, attention
 
 
 def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]:
-    """Return a token's message seconds: of a layer, of its tensor parallelism, between stages."""
+    """Return a token's message seconds: in a layer, of its tensor parallelism, between stages."""
     shape, layout, cluster = plan.shape(model), plan.layout, plan.config.cluster
     sizes, h, b, tp, cp = shape.sizes, shape.sizes.hidden, shape.itemsize, layout.tp, layout.cp
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
@@ -290,12 +290,12 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
     def link(ranks: int) -> float:
         return node if ranks <= cluster.gpus_per_node else network
 
-    # A layer gathers and scatters the hidden states twice.
+    # Hidden states are gathered and scattered twice.
     layer = tensor = 4 * h * b * (tp - 1) / tp / link(tp)
     # Other context-parallel ranks' keys and values.
     layer += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
     if sizes.experts and layout.ep > 1:
-        # Copies to the experts and back, by network to other nodes.
+        # Copies to experts and back, by network to other nodes.
         copies = 2 * shape.config["num_experts_per_tok"] * h * b / tp
         inside = min(layout.ep, cluster.gpus_per_node)
         layer += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
@@ -304,7 +304,7 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
 
 
 def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[float]) -> float:
-    """Return a rank's seconds per token of its replica, in the fullest stage."""
+    """Return a rank's seconds per token of its replica."""
     config, layout, shape = plan.config, plan.layout, plan.shape(model)
     sizes = shape.sizes
     matmul, mlp, attention = _layer_seconds(plan, model, sequences)
@@ -322,7 +322,7 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
         if config.model.recompute == "selective":
             modules = config.model.recompute_modules
             selected = attention * ("attention" in modules)
-            # Half of a layer's tensor-parallel messages are its MLP's.
+            # Half of the tensor-parallel messages are the MLP's.
             selected += (mlp + tensor_messages / 2 + read * kept.selected) * ("mlp" in modules)
         head *= 4 / 3  # backward recomputes the logits
     # `moved` bytes are written and read.
@@ -352,8 +352,8 @@ class DecodeCost:
     weights      to read what every token needs
     experts      to read all experts
     cached       to read a token's keys and values
-    compute      of a token's matrix products
-    unrouted     share of experts that a token does not use
+    compute      of a token
+    unrouted     share of experts that a token skips
     prefill      of a prompt token"""
 
     fixed: float
@@ -366,7 +366,7 @@ class DecodeCost:
     prefill: float
 
     def step(self, count: float, tokens: float) -> float:
-        """Return a step's seconds. It reads its responses' experts once."""
+        """Return a step's seconds. Experts are read once."""
         read = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
         return max(read, count * self.compute) + self.fixed + count * self.sequence
 
@@ -390,9 +390,7 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
-    """Count the mean responses that an engine decodes at once.
-
-    Those that wait for a tool may be evicted, so they do not count."""
+    """Count mean responses decoded at once. Those that wait for a tool may be evicted."""
     fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
     return max(1, min(fitting, plan.config.rollout.max_batch))
 
@@ -414,13 +412,13 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
 
 @lru_cache(maxsize=256)
 def _decode_seconds(cost: DecodeCost, each: int, at_once: int, lengths: Lengths) -> float:
-    """Simulate an engine's `each` responses, `at_once` at a time. Those back from a tool go first."""
+    """Simulate `each` responses, `at_once` at a time. Those back from a tool go first."""
     sampled, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
     cached = mean_cached_tokens(lengths)
-    # A coprime stride keeps lengths equally frequent, and spreads out the longest.
+    # A coprime stride keeps lengths equally frequent, and spreads the longest.
     stride = next(n for n in range(37, 37 + len(sampled)) if math.gcd(n, len(sampled)) == 1)
     waiting = [(sampled[(i * stride) % len(sampled)] / turns, turns) for i in range(each)]
-    running: list[tuple[float, float, int]] = []  # last step of a turn, its tokens, turns left
+    running: list[tuple[float, float, int]] = []  # a turn's last step and tokens, turns left
     calling: list[tuple[float, float, int]] = []  # end of a tool call, tokens, turns left
     step = seconds = 0.0
     while waiting or running or calling:

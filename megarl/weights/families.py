@@ -29,7 +29,7 @@ Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"
 # (Megatron's name, operation, "NAME: DIMENSIONS", ...)
 Row = tuple[str, Operation, *tuple[str, ...]]
 
-# Limits keep a malformed config.json from exhausting memory.
+# A malformed config.json must not exhaust memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
 # transformers 5 writes the second key for Qwen3.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -46,13 +46,13 @@ class Sizes:
     head_dim: int
     ffn: int
     vocab: int
-    q: int  # heads * head_dim
-    kv: int  # kv_heads * head_dim
+    q: int
+    kv: int
     experts: int = 0  # 0: dense model
     expert_ffn: int = 0
     shared_ffn: int = 0  # all shared experts together
     dense: int = 0  # leading dense layers of a mixture
-    gate_up: int = 0  # 2 * ffn
+    gate_up: int = 0
     out: int = 0  # heads * width of a value
     q_rank: int = 0  # multi-latent attention: query latent; 0: none
     kv_rank: int = 0  # key/value latent
@@ -60,7 +60,7 @@ class Sizes:
     kv_up: int = 0
     rank: int = 0  # of LoRA adapters
     one: int = 1
-    gated_q: int = 0  # with gates: 2 * q
+    gated_q: int = 0  # with gates
     linear: frozenset[int] = frozenset()  # layers with linear attention
     key_heads: int = 0
     value_heads: int = 0
@@ -68,9 +68,9 @@ class Sizes:
     key: int = 0  # of all heads
     value: int = 0  # of all heads
     conv: int = 0  # kernel size of the convolution
-    mixed: int = 0  # queries, keys and values: 2 * key + value
-    qkvz: int = 0  # mixed and gates, by key head: mixed + value
-    ba: int = 0  # beta and alpha, by key head: 2 * value_heads
+    mixed: int = 0  # queries, keys and values
+    qkvz: int = 0  # mixed and gates, by key head
+    ba: int = 0  # beta and alpha, by key head
 
     @staticmethod
     def from_config(hf_config: Mapping[str, Any]) -> Sizes:
@@ -192,7 +192,7 @@ class Pair:
 
     `{l}` and `{e}` are layer and expert: global in Hugging Face names, per rank in Megatron's.
 
-    switch   config key that removes the parameter if null or false ("not KEY": if anything else)
+    switch   config key that removes it if null or false ("not KEY": if anything else)
     kind     layers that have it
     unfused  a norm that Transformer Engine does not fuse into the next linear
     float32  where it is float32 whatever the model's dtype"""
@@ -298,14 +298,13 @@ EXPERTS = (
     *_layer(("mlp.router.weight", "replicated", "mlp.gate.weight: experts hidden")),
     *_describe_mlp("mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", "expert_ffn"),
 )
-# A shared expert with a sigmoid gate.
 GATED_SHARED_EXPERT = (
     *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
     *_layer(
         ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
     ),
 )
-# It selects experts, but does not weight them. It is never trained.
+# Selects experts without weighting them. Never trained.
 (EXPERT_BIAS,) = _replace_each(
     _layer(("mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias: experts")),
     kind="mixture",
@@ -320,7 +319,6 @@ DENSE_THEN_MIXTURES = (
 )
 # Concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
-# Attention with a sigmoid gate.
 GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
 # The gated delta net (arXiv 2412.06464). Projections: queries, keys and values; beta; alpha; output gate.
 DELTA_NET = _delta_net(
@@ -338,7 +336,7 @@ DELTA_NET = _delta_net(
     ("out_norm.weight", "replicated", "norm.weight: value_dim"),
     ("out_proj.weight", "row", "out_proj.weight: hidden value"),
 )
-# Qwen3-Next's files have two input projections, with rows ordered by key head.
+# Qwen3-Next's files have two input projections, ordered by key head.
 FUSED_DELTA_NET = (
     *_delta_net(
         ("in_proj.weight", "qkv", "in_proj_qkvz.weight: qkvz hidden", "in_proj_ba.weight: ba hidden"),
@@ -361,14 +359,14 @@ def _describe_hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
 class Family:
     """A model family.
 
-    model_type, prefix  as in config.json ("qwen2", "Qwen2ForCausalLM")
-    requires            config keys that must be absent, null or this value
+    prefix              of architectures: "Qwen2"
+    requires            values of config keys, unless absent or null
     rotary_pairs        rotations pair neighbours, not halves of a head
     partial_rotary      `partial_rotary_factor` may be below 1
-    sglang_unties       SGLang has an output layer even with tied embeddings
+    sglang_unties       SGLang has an output layer despite tied embeddings
     sglang_flat         SGLang's attention names lack `self_attn`
     zero_centred        norms scale by 1 + weight, except those of linear attention
-    other_heads         further accepted architectures"""
+    other_heads         further architectures"""
 
     model_type: str
     prefix: str
@@ -401,7 +399,7 @@ class Family:
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
     """Return the LoRA adapters of a parameter: A [rank, in] and B [out, rank] of each matrix.
 
-    B is cut like the matrix's rows, A like its columns; the uncut one is replicated."""
+    B is cut like the matrix's rows, A like its columns; the other is replicated."""
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
@@ -519,7 +517,7 @@ FAMILIES = {
             "qwen3_5_moe_text",
             "Qwen3_5Moe",
             (*_describe_hybrid(DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
-            # transformers always does both.
+            # transformers always normalises, and has no dense layers.
             (*HYBRID, ("norm_topk_prob", True), *ALL_MIXTURES),
         ),
         _hybrid_family(
@@ -597,7 +595,7 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises CheckpointError with the file and the first unsupported key.
 
-    Keys that only affect transformers' model are checked in model/hf_config.py."""
+    model/hf_config.py checks keys that only transformers uses."""
     check_files(folder)
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
@@ -702,7 +700,7 @@ def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> No
     """Check the groups among which a router selects before it selects experts.
 
     transformers and SGLang score a group by its best two experts, Megatron by its best
-    `num_experts_per_tok / topk_group`. So this must be 2."""
+    `num_experts_per_tok / topk_group`, so this must be 2."""
     groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
     if not (_is_count(groups) and sizes.experts % groups == 0):
         raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")

@@ -28,15 +28,15 @@ from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import tensor_error, write_json
 
-# By llama.cpp's architecture ("llama" includes Mistral): whether the rows of q and k that a rotation pairs
-# are adjacent, not half a head away.
+# By architecture ("llama" includes Mistral): whether rows of q and k that rotate together are adjacent, not
+# half a head away.
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of frequencies
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
-MAX_ELEMENTS = 1 << 22  # of all arrays: thrice a vocabulary of 256,000 with merges
+MAX_ELEMENTS = 1 << 22  # of all arrays: thrice a large vocabulary with merges
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 
@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 class Header:
     """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-    Raises ValueError for anything beyond the file or unknown. values: by key, without arrays"""
+    Raises ValueError for anything beyond the file or unknown. values: without arrays"""
 
     def __init__(self, path: Path, gguf: Any) -> None:
         self._bytes: Any = np.memmap(path, np.uint8, "r")
@@ -124,8 +124,8 @@ class Header:
 class GGUFFile(ModelFolder):
     """A GGUF file of a family in `weights/families.py`.
 
-    Raises ConfigError if the package gguf is missing. Raises CheckpointError, with file and tensor or key, if
-    the file is damaged, split or unsupported, or has missing, superfluous or misshapen tensors."""
+    Raises ConfigError without the package gguf, and CheckpointError for a damaged, split or unsupported file,
+    or tensors that do not match the model."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -215,7 +215,7 @@ class GGUFFile(ModelFolder):
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
         config = {key: value for key, value in made.items() if not key.startswith("_")}
-        # transformers ignores these keys for some architectures.
+        # Some architectures in transformers ignore these keys.
         for key, theirs in (
             ("head_dim", "attention.key_length"),
             ("moe_intermediate_size", "expert_feed_forward_length"),
@@ -331,7 +331,7 @@ def gguf_to_hf(
 
     Raises `GGUFFile`'s errors, and CheckpointError if `out` exists or cannot be written.
 
-    dtype: of every tensor; verify: compare the files with the source"""
+    dtype: of every tensor; verify: compare with the source"""
     model = GGUFFile(source)
     kinds = dict.fromkeys(model.shapes, dtype)
     with TemporaryDirectory() as carried:

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face folders by slices, so that no rank needs the whole model."""
+"""Read and write Hugging Face folders by slices: no rank needs the whole model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from megarl.weights.tensor_files import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Ignored: old rotary tables, and an unused head.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
@@ -50,7 +49,7 @@ class ModelFolder(ABC):
     def read(self, name: str, box: Box) -> Tensor:
         """Return `tensor[box]` on the CPU, in the file's dtype, and read only these bytes.
 
-        Raises CheckpointError with the file if it no longer has them."""
+        Raises CheckpointError if the file no longer has them."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -61,7 +60,7 @@ class ModelFolder(ABC):
         """Return a tensor's files, each with its box."""
 
     def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Convert `tensor[box]` to `dtype`. Raises CheckpointError if a number exceeds its range."""
+        """Convert `tensor[box]` to `dtype`. Raises CheckpointError beyond its range."""
         block = self.read(name, box)
         converted = block.to(dtype)
         if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
@@ -95,8 +94,7 @@ class _Entry(NamedTuple):
 class HFFolder(ModelFolder):
     """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
 
-    CheckpointError has the file and tensor that is missing, superfluous, truncated, or of another shape or
-    dtype.
+    Raises CheckpointError for a tensor that is missing, superfluous, truncated, or of another shape or dtype.
 
     extra: ignored tensors (unused head, rotary tables, layers that predict further tokens)"""
 
@@ -176,7 +174,7 @@ class HFFolder(ModelFolder):
             raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
     def _is_extra_layer(self, name: str) -> bool:
-        """Return whether a layer predicts further tokens (also Qwen3.5's `mtp`), and is ignored."""
+        """Return whether an ignored layer predicts further tokens (Qwen3.5: `mtp`)."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
@@ -187,7 +185,7 @@ class HFFolder(ModelFolder):
 def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     """Split tensors [experts, rows, columns] into experts, gate and up.
 
-    Published Qwen3.5 mixtures, and transformers 5 without `save_original_format`, stack them."""
+    Qwen3.5, and transformers 5 without `save_original_format`, stack mixtures."""
     unstacked: dict[str, _Entry] = {}
     for name, entry in entries.items():
         stacked = STACKED.fullmatch(name)
@@ -232,8 +230,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
     """Fill a rank's tensors (by the table's names), with zeros for padding.
 
-    Returns the names of unchanged tensors, which the folder lacks (a critic's `value_head.weight`). Raises
-    ValueError if tensors and shards differ, and CheckpointError for numbers that are not finite."""
+    Returns the unchanged tensors, which the folder lacks (a critic's `value_head.weight`). Raises ValueError
+    if tensors and shards differ, and CheckpointError for numbers that are not finite."""
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
     missing = []
@@ -264,7 +262,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Return tensor names by output file. sizes: bytes by tensor; limit: of a file."""
+    """Return tensor names by file. sizes: bytes by tensor; limit: of a file."""
     parts = pack(sizes, limit)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
@@ -272,7 +270,7 @@ def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[st
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index of several files. size: bytes of all tensors."""
+    """Write the index, if several files. size: of all tensors, bytes."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})

@@ -1,4 +1,4 @@
-"""Read the pickles of a Megatron distributed checkpoint without running code from them.
+"""Read the pickles of a distributed checkpoint without running their code.
 
 Checkpoints are untrusted. torch would unpickle the index (`.metadata`), and entries that it declares objects,
 unchecked. Allowlists restrict both here."""
@@ -72,7 +72,7 @@ class _Allowlist(pickle.Unpickler):
     def load(self) -> Any:
         """Unpickle. Raises UnpicklingError if the pickle sets an attribute of a class.
 
-        Setting `PosixPath._str`, say, would change every path of this process."""
+        Setting `PosixPath._str`, say, would change every path."""
         try:
             return super().load()
         finally:
@@ -133,8 +133,7 @@ def _convert_errors(path: Path, problem: str) -> Iterator[None]:
 def read_index(folder: Path) -> Metadata:
     """Read a distributed checkpoint's index: its tensors and their places.
 
-    Raises CheckpointError if it is damaged, has a class that torch does not write, or names a file outside
-    the folder."""
+    Raises CheckpointError if it is damaged, has a forbidden class, or names a file outside the folder."""
     path = folder / METADATA
     with _convert_errors(path, "not a readable index of a checkpoint"):
         with open_regular(path) as file:
@@ -203,7 +202,7 @@ def check_trainable(folder: Path) -> Metadata:
 
 
 def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | None:
-    """Read a weight's history of delayed scaling (FP8): tensors and `extra_fp8_variables`, or None.
+    """Read a weight's history of delayed scaling (FP8), or None.
 
     Raises CheckpointError for anything else."""
     info = (index.storage_data or {}).get(MetadataIndex(key))

@@ -41,11 +41,11 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return the weight's address. Adapters may move, as they are views."""
+        """Return the weight's address. Adapters are views, and may move."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:
-        """Return a copy of a box, computed in strips of about CHUNK elements."""
+        """Compute a copy of a box, in strips of about CHUNK elements."""
         out = view(self.weight, box).clone()
         for place, a, b in self.parts:
             common = intersect(place, box)

@@ -73,7 +73,7 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")
 
 
 def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
-    """Return a parameter's possible keys, the usual one first. layer: see `_get_key_layer`.
+    """Return a parameter's possible keys, the usual first. layer: by `_get_key_layer`.
 
     Layer specs have two names for norms that Transformer Engine may fuse."""
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
@@ -119,7 +119,7 @@ class _Piece(NamedTuple):
 
 class MegatronFolder(ModelFolder):
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
-        """Check that the chunks cover every tensor, or raise CheckpointError with file and tensor.
+        """Check that chunks cover every tensor. Raises CheckpointError.
 
         source: folder with config.json. Default: the checkpoint
         critic: with a value head. Default: if the checkpoint has one"""
@@ -167,7 +167,7 @@ class MegatronFolder(ModelFolder):
         return out
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
-        """Return parameter and layer by key. Raises CheckpointError unless keys match the model."""
+        """Return parameter and layer by key. Raises CheckpointError if keys do not fit."""
         sizes, where = Sizes.from_config(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
         known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
@@ -200,7 +200,7 @@ class MegatronFolder(ModelFolder):
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """Add a key's pieces. own: see `_get_key_layer`."""
+        """Add a key's pieces. own: by `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
         lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         by_place: dict[Shape, list[Box]] = defaultdict(list)
@@ -340,7 +340,7 @@ def list_chunks(
 
 
 class _StreamedTensorFile:
-    """A file that writes `data` instead of torch.save's tensor, to save memory."""
+    """Make torch.save write `data` instead of its tensor, to save memory."""
 
     def __init__(
         self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]
@@ -368,7 +368,7 @@ def write_chunks(
 ) -> tuple[Records, str]:
     """Write a file of chunks by blocks. Return their places and its SHA-256."""
     checked = torch.serialization.get_crc32_options()
-    # CRC would dominate the time, and SHA-256 is stronger.
+    # CRC would dominate the time; SHA-256 is stronger.
     torch.serialization.set_crc32_options(False)
     records: Records = []
     try:
@@ -404,7 +404,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
         torch.save(content, buffer)
         path.write_bytes(buffer.getbuffer())
 
-    # Layer specs have two names for the norm before a mixture. Index both.
+    # Index both names of the norm before a mixture.
     aliases: dict[str, tuple[str, ...]] = {}
     sizes = Sizes.from_config(model.config)
     if sizes.experts:
@@ -432,7 +432,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
 
 
 def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of extra states (FP8 scales), which Megatron's loading requires."""
+    """Yield keys of extra states (FP8 scales), which Megatron requires."""
     sizes = Sizes.from_config(hf_config)
     for pair, layer, expert in whole_model(hf_config):
         lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
@@ -464,7 +464,7 @@ class Conversion:
     size: int
     files: int
     seconds: float  # until on disk
-    left_out: tuple[str, ...]  # such as an unused head, rotary tables
+    left_out: tuple[str, ...]  # an unused head, rotary tables
 
 
 def conversion_layout(tp: int, pp: int, ep: int) -> Layout:
@@ -482,11 +482,11 @@ def hf_to_megatron(
 ) -> Conversion:
     """Convert a Hugging Face folder to a distributed checkpoint, in the chunks of `layout`.
 
-    All processes of the default group call this. `out` appears only when complete and on disk. Raises
+    All processes of the default group call this. `out` appears when complete and on disk. Raises
     CheckpointError if the source is damaged, or `out` exists or cannot be written.
 
     critic: replace the output layer by a one-label classifier's value head, or zeros
-    verify: compare the files with the source"""
+    verify: compare with the source"""
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
     files: dict[str, list[Chunk]] = {}  # a file for every process
@@ -494,7 +494,7 @@ def hf_to_megatron(
     for rank in range(layout.world):
         chunks = []
         for chunk in list_chunks(model.config, layout, rank, critic=critic):
-            if (chunk.key, chunk.offsets) not in planned:  # ranks may share chunks
+            if (chunk.key, chunk.offsets) not in planned:
                 planned.add((chunk.key, chunk.offsets))
                 chunks.append(chunk)
         step = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
@@ -562,7 +562,7 @@ def write_hf(
     verify: bool,
     watch: Watch,
 ) -> Conversion:
-    """Write a Hugging Face folder, see `megatron_to_hf`. kinds: dtypes."""
+    """Write a Hugging Face folder, like `megatron_to_hf`. kinds: dtypes."""
     began, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):

@@ -1,6 +1,6 @@
 """Map shards of Megatron and SGLang to Hugging Face coordinates. Imports without torch.
 
-For each region, `local[local_box] == hf[hf_box]`. A new layout is a function that returns `Shards`.
+For each region, `local[local_box] == hf[hf_box]`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ VOCABULARY_MULTIPLE = 64  # SGLang's padding
 CPU_FFN_MULTIPLE = 32  # per rank in SGLang's CPU engine
 
 
-# Projections (regular expressions) that SGLang fuses, and the fused name. Multi-latent attention skips the
-# first.
+# Projections (regular expressions) that SGLang fuses. Multi-latent attention skips the first.
 FUSED = (
     ("[qkv]_proj", "qkv_proj"),
     ("(gate|up)_proj", "gate_up_proj"),
@@ -65,7 +64,7 @@ Shards = dict[str, Shard]  # by local tensor name
 
 
 class _Part(NamedTuple):
-    """Indices `start` to `stop` along an axis, padded with zeros to `width`."""
+    """Indices along an axis, padded with zeros to `width`."""
 
     name: str
     start: int
@@ -74,7 +73,7 @@ class _Part(NamedTuple):
 
 
 def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
-    """Concatenate padded parts along `axis`. shape: of a part's tensor, equal except along `axis`."""
+    """Concatenate padded parts along `axis`. shape: of a tensor, equal except along `axis`."""
     regions: list[Region] = []
     padding: list[Box] = []
     offset = 0
@@ -93,7 +92,7 @@ def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
-    """Raise ConfigError with the key of `parallel` that cannot divide the model."""
+    """Raise ConfigError if `parallel` cannot divide the model."""
     moe = get_family(hf_config).is_moe
     sizes = Sizes.from_config(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
@@ -121,7 +120,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
-        # Megatron's optimizer of experts must exist on all stages or none.
+        # Megatron's optimizer of experts exists on all stages or none.
         what = f"{pp} gives the first stage none of the mixtures that follow {sizes.dense} dense layers"
         raise ConfigError(f"parallel.pp: {what} (lower it)")
 
@@ -186,7 +185,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
 def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
     """Return n if exactly every n-th layer has full attention.
 
-    Raises ConfigError for other orders, which SGLang does not support."""
+    Raises ConfigError otherwise, which SGLang does not support."""
     sizes = Sizes.from_config(hf_config)
     interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
     if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
@@ -204,7 +203,7 @@ def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
 
 
-# Hugging Face: the whole model
+# Hugging Face
 
 
 def whole_model(
@@ -250,7 +249,7 @@ def hf_shards(
     return {name: _concatenate([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
 
-# Megatron: tensor, pipeline and expert parallelism
+# Megatron
 
 
 def parameters(
@@ -264,9 +263,9 @@ def parameters(
 ) -> list[tuple[str, Pair, int, int]]:
     """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, of adapters).
 
-    Names have the layer's index in the stage (`Layout.layers`) and the expert's on the rank. With tied
-    embeddings, the last of several stages copies the embedding as `output_layer.weight`. A critic has
-    `value_head.weight` [1, hidden] instead."""
+    Names have the layer's index in the stage and the expert's on the rank. With tied embeddings, the last of
+    several stages copies the embedding as `output_layer.weight`. A critic has `value_head.weight` [1, hidden]
+    instead."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.from_config(hf_config)
     per_rank = sizes.experts // layout.ep
@@ -379,12 +378,12 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
 
     Cut: qkv_proj = [q; k; v] by heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of
     the padded vocabulary.
-    Whole: norms, routers and projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
+    Whole: norms, routers, projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
     Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of stacked
     tensors.
     Tied embeddings: no lm_head, unless the family has `sglang_unties`.
 
-    cpu: SGLang's CPU engine pads heads and columns that do not divide
+    cpu: pad heads and columns, like SGLang's CPU engine
 
     Raises ConfigError if `rollout.engine_tp` cannot divide the model."""
     sizes = Sizes.from_config(hf_config)

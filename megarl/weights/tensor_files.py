@@ -1,4 +1,4 @@
-"""Read boxes of stored tensors, hash files while writing, publish complete folders."""
+"""Read boxes of tensors, hash files while writing, publish complete folders."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
 
 T = TypeVar("T")
-BLOCK = 2 << 20  # bytes per read, conversion, hash and write, to fit the CPU's cache
+BLOCK = 2 << 20  # bytes of a read, hash or write, to fit the CPU's cache
 SMALL = 64 << 10  # bytes that a thread would hash slower
-# Files other than weights.
 CARRIED = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
@@ -41,7 +40,7 @@ CARRIED = (
 
 
 class FileTensor(NamedTuple):
-    """A row-major tensor at byte `offset` of a safetensors file or a distributed checkpoint."""
+    """A row-major tensor at byte `offset` of a file."""
 
     path: Path
     offset: int
@@ -51,7 +50,7 @@ class FileTensor(NamedTuple):
     def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
         """Read only `tensor[box]`, into the contiguous `out` or a new tensor on the CPU.
 
-        Raises CheckpointError with file and tensor if the file no longer has it."""
+        Raises CheckpointError if the file no longer has it."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
         memory = as_bytes(tensor)
@@ -85,7 +84,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Yield boxes of whole rows, of about BLOCK bytes, that tile a tensor in order."""
+    """Yield boxes of whole rows, of about BLOCK bytes, that tile a tensor."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], step):
         yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
@@ -94,7 +93,7 @@ def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
 class HashedFile(FileIO):
     """A new file, hashed in a thread while written.
 
-    A failed write raises CheckpointError with the file and the tensor `writing`."""
+    A failed write raises CheckpointError with the tensor `writing`."""
 
     def __init__(self, path: Path) -> None:
         self._digest = hashlib.sha256()
@@ -228,7 +227,7 @@ def readable(size: float) -> str:
 def carried_files(source: Path) -> list[Path]:
     """Return the files that an export copies from its source.
 
-    Raises CheckpointError for links out of the folder: copies would leak other files."""
+    Raises CheckpointError for links out of the folder, which would leak files."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
     for path in found:
         if not is_inside(path, source):
@@ -238,7 +237,7 @@ def carried_files(source: Path) -> list[Path]:
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Copy `carried_files` to disk, or raise CheckpointError. config: replaces the source's config.json."""
+    """Copy `carried_files` to disk. config: replaces config.json. Raises CheckpointError."""
     for path in carried_files(source):
         copy = folder / path.relative_to(source)
         try:
