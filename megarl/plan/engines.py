@@ -7,7 +7,7 @@ from megarl.plan.inputs import PlanInputs
 
 
 def engine_weight_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of an engine's or a server's weights on a GPU."""
+    """Return the bytes of an engine's weights on a GPU."""
     if not plan.config.rollout.capabilities.sharded:
         return plan.actor.parameters * plan.actor.itemsize
     return int(sum(plan.actor.engine_tensors(plan.engine_tp, plan.config.rollout.weights_dtype)))

@@ -127,7 +127,7 @@ def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
 
 
 def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None) -> str | None:
-    """Return a warning if a run on CPUs needs nearly all memory, or more than is free (bytes)."""
+    """Return a warning if a run on CPUs needs nearly all memory, or more than is free."""
     phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
     total = sum(cpu_bytes(plan).values()) + sum(parts.values())
     if free is not None and free < total <= NEAR * memory:

@@ -27,7 +27,7 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
     saves, verifies = config.checkpoint.every and not plan.replay, config.has_engine and not plan.replay
     sampled = sampled_bytes(plan) * rollout_ranks_here / rollout_ranks if rollout_ranks else 0.0
     verifiers = config.reward.workers * (rollout_ranks_here if rollout_ranks else trainers)
-    saved = trainers / world  # ranks write equal parts
+    saved = trainers / world
     return {
         "pinned buffers": offloaded_bytes(plan) * trainers,
         "rollouts": step_batch_bytes(plan) * trainers + sampled,

@@ -1,4 +1,4 @@
-"""Inputs of a plan: a run's configuration, models' sizes, and GPU."""
+"""Inputs of a plan: configuration, models and GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megarl.weights.shards import check_frozen, check_layout, check_linear, chec
 class PlanInputs:
     """One run to plan.
 
-    config    with the layout in `parallel`
     reward    None: the actor's
     teachers  empty: the actor's
     replay    repeats a stored step: no engines, no saved checkpoint"""
@@ -68,7 +67,7 @@ class PlanInputs:
         """Return the pipeline stages that may need the most memory.
 
         The first has the embedding and most micro-batches in flight, the last a head. Only those between may
-        have all layers in FP8. With frozen layers (the lowest), any stage may."""
+        have all layers in FP8. With frozen layers, any stage may."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
@@ -130,7 +129,7 @@ class PlanInputs:
         return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
 
     def shape(self, model: str) -> Shape:
-        """Return a model's shape. One teacher is on the GPU at a time: the largest counts."""
+        """Return a model's shape: of several teachers the largest."""
         if model == "teacher" and self.teachers:
             return max(self.teachers, key=lambda shape: shape.parameters)
         return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
@@ -176,12 +175,10 @@ def make_plan_inputs(
 ) -> PlanInputs:
     """Collect a plan's inputs. Models without a config.json get the actor's sizes.
 
-    Args:
-        actor: its config.json
-        world: the job's ranks, which decide parallel.dp
-        memory: bytes of a real GPU; None: its data sheet's
-    Raises:
-        ConfigError: if `parallel` cannot divide models or ranks."""
+    Raises ConfigError if `parallel` cannot divide models or ranks.
+
+    world: the job's ranks, which decide parallel.dp
+    memory: bytes of a real GPU; None: its data sheet's"""
     if world is not None:
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)

@@ -1,4 +1,4 @@
-"""Count a GPU's bytes in each phase: tensor groups, activations and buffers."""
+"""Count a GPU's bytes in each phase."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ class _StagePass(NamedTuple):
     """A micro-batch in the layers of a pipeline stage.
 
     tokens        of a context-parallel rank
-    dense_layers  first layers, without experts
-    is_last       has the head"""
+    dense_layers  first layers, without experts"""
 
     model: str
     activations: Activations

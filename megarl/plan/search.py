@@ -36,11 +36,11 @@ KEPT = tuple(
 )
 VIRTUAL = (1, 2, 4)
 ROOM = 0.06  # share of a GPU's memory for the plan's errors (docs/planning.md)
-LOOKED_AT = 8  # best layouts for which residency.keep is searched
+LOOKED_AT = 8  # best layouts, for a search of residency.keep
 
 
 class Candidate(NamedTuple):
-    """A layout with its best choices, and an estimate if it fits, else a problem."""
+    """A layout with an estimate if it fits, else with a problem."""
 
     plan: PlanInputs
     estimate: Estimate | None

@@ -32,8 +32,8 @@ from megarl.plan.times import (
 )
 from megarl.sync.plan import engine_ranks
 
-GROUP_CORRELATION = 0.5  # our estimate, of log lengths
-BATCHES, WARM_UP = 6, 3  # simulated steps; unmeasured first ones
+GROUP_CORRELATION = 0.5  # our estimate, of log lengths in a group
+BATCHES, WARM_UP = 6, 3  # simulated steps, and how many are not measured
 RECORDED_STEPS = 20  # last steps whose rollouts are read
 ACTOR_UPDATE = "actor_update"
 
@@ -47,7 +47,7 @@ class Costs:
 
     decode   a step, given running responses and cached tokens
     prefill  a prompt
-    at_once  most responses in decoding (no seconds)
+    at_once  most responses decoded at once (no seconds)
     train    tokens of a batch -> phase -> seconds, in phase order"""
 
     decode: Callable[[float, float], float]
@@ -63,7 +63,7 @@ class RolloutWork:
 
     prompts         trained groups
     kept_share      of groups, by dynamic sampling
-    streams         continuous batching: missing groups are submitted at any time
+    streams         continuous batching: submits missing groups at any time
     oversample      groups of the first submission / groups needed
     balance         `stretches`: each engine keeps an equal part of the requests.
                     `queue`: an engine with room takes another one's waiting requests.
@@ -87,7 +87,6 @@ class SimulatedGroup:
     """Responses to one prompt, or one window of a response.
 
     lengths        new tokens of each response
-    kept           by dynamic sampling
     prefix_tokens  of earlier steps"""
 
     lengths: Sequence[float]
@@ -102,9 +101,9 @@ class SimulatedRollout:
 
     seconds    until the last needed group is complete
     busy       (begin, end) of decoding, by engine
-    tokens     trained, with prompts
+    tokens     trained ones, with prompts
     fresh      the same, without prefixes
-    generated  discarded tokens included"""
+    generated  tokens, also discarded ones"""
 
     seconds: float
     busy: list[list[tuple[float, float]]]
@@ -165,7 +164,7 @@ class _RolloutSimulation:
         self.submitted: list[SimulatedGroup] = []
         self.complete = self.kept = 0  # finished groups; kept ones
         self.read = self.accepted = 0  # the same, up to the first unfinished group
-        # Windows train without their group.
+        # Windows are trained on alone, not as groups.
         self.needed = work.prompts * (work.group_size if work.window else 1)
 
     def run(self) -> SimulatedRollout:
@@ -283,11 +282,10 @@ class Span(NamedTuple):
 class Timeline:
     """Simulated steps.
 
-    rows       "trainers" or engine -> spans. On shared ranks, engines' rows have training phases.
-    ranks      by row
-    ends       of updates, seconds by step
-    tokens     by batch, without prefixes
-    generated  tokens by rollout"""
+    rows       "trainers" or engine -> spans
+    ends       seconds at the end of each step's updates
+    tokens     of each batch, without prefixes
+    generated  tokens of each rollout"""
 
     rows: dict[str, list[Span]] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)

@@ -65,7 +65,7 @@ class Shape:
     ) -> ParamCount:
         """Count a rank's parameters, with a padded vocabulary.
 
-        critic: with a float32 value head; optimizer: count its parameters only"""
+        critic: with a float32 value head; optimizer: count only parameters that it trains"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
         trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
         key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
@@ -272,9 +272,9 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a tensor-parallel rank: bytes per token, `head_fixed`: bytes.
+    """Activations of a tensor-parallel rank, bytes per token (`head_fixed`: bytes).
 
-    layer        kept by a layer
+    layer        kept by a layer, as configured
     one_layer    the same, without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
@@ -355,9 +355,7 @@ class Passes:
     """How a rank computes passes of a model.
 
     chunk        vocabulary entries whose logits exist at once
-    layers       "portable" or "te"
-    recomputed   a rank's layers by model.recompute_layers
-    router       its dtype"""
+    recomputed   a rank's layers by model.recompute_layers"""
 
     tp: int
     chunk: int
@@ -381,7 +379,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Per token: f: MLP columns; copies: elements sent to experts, equally many received if balanced.
+    # Per token. f: MLP columns; copies: elements sent to experts. A balanced rank receives equally many.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -391,7 +389,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     linear = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
     mlp += b * copies  # sorted input of the experts
-    if experts:  # the router's scores; one byte for its choice
+    if experts:  # the router's scores, and a byte each for its choice
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
@@ -576,7 +574,7 @@ class Device:
     transposes: bool = True
 
 
-# SXM cards, GB200 NVL72, A100 80 GB. Memory as nvidia-smi shows it.
+# Data sheets: SXM cards, GB200 NVL72, A100 80 GB. Memory as nvidia-smi shows it.
 DEVICES = {
     "H100": Device("H100", 79.2 * GIB, 989.0, 3350.0, 55.0),
     "H200": Device("H200", 139.8 * GIB, 989.0, 4800.0, 55.0),

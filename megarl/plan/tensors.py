@@ -24,7 +24,7 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
-    """Count a rank's parameters and adapters. shape: of one of several teachers."""
+    """Count a rank's parameters and adapters. shape: of a teacher."""
     own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
@@ -120,7 +120,8 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
     """Count Newton-Schulz's bytes for the largest matrix.
 
-    In float32: shards and gathered matrix (with tensor parallelism), normalised matrix. Two iterates."""
+    In float32: shards and gathered matrix (with tensor parallelism), normalised matrix. In the model's dtype:
+    two iterates."""
     if model not in plan.muon_models:
         return 0.0
     shape = plan.shape(model)

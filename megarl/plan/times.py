@@ -22,13 +22,13 @@ DECODE_STEP = 4e-3  # host seconds of a decoding step
 DECODE_SEQUENCE = 80e-6  # host seconds per sequence
 DECODE_LAYER = 60e-6  # seconds of a layer's kernel launches
 DISPATCH = 2e-3  # seconds until the host has experts' token counts
-# Measured, with casts (docs/planning.md). Other recipes count as bf16.
+# Measured against bf16, casts included (docs/planning.md). Other recipes count as bf16.
 FP8_SPEEDUP = {"tensorwise": 1.55, "delayed": 1.55}
 # Our estimates:
 READING = 0.75  # of the memory's speed
 PREFILL = 0.40  # of peak FLOP/s
 LINKS = 0.7  # of a link's speed
-MESSAGE = 15e-6  # seconds of latency of a message within a node
+MESSAGE = 15e-6  # seconds of latency of a collective in a node
 KEPT_GROUPS = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
 
@@ -57,11 +57,11 @@ class Lengths:
 
     mean      of sampled tokens, after the cut
     longest   the limit
-    prompt    mean
+    prompt    mean of a prompt
     spread    sigma of the logarithm
     turns     equal parts of a response
     observed  tokens of a tool or environment between turns
-    idle      seconds that it takes
+    idle      seconds between turns
     window    most tokens of a response in a step; 0: all"""
 
     mean: float
@@ -86,7 +86,7 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Return QUANTILES lengths, shortest first."""
+        """Return QUANTILES equally frequent lengths, shortest first."""
         normal = NormalDist()
         shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
         low, high = 0.0, float(self.longest) * 100
@@ -143,7 +143,7 @@ class Estimate:
 def default_lengths(plan: PlanInputs) -> Lengths:
     """Assume a third of the limit for responses, a quarter for prompts.
 
-    Also a quarter of the turns, a third of observations' room, a second for tool calls."""
+    Episodes have a quarter of their turns, a third of observations' room, a second per tool call."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
@@ -185,7 +185,7 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     critics = config.critic.count if is_critic else 1  # one after the other
     epochs = updates = 1
     if update:
-        tokens /= critics  # each learns from a part
+        tokens /= critics  # each learns from its part
         settings = config.critic if is_critic else config.update
         size = (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
         epochs = settings.epochs if config.has_engine else 1
@@ -224,7 +224,7 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 
 
 def _transfer_seconds(plan: PlanInputs) -> float:
-    """Estimate a transfer, within a node if it has the model, or all ranks if disaggregated."""
+    """Estimate a weight transfer. It stays in a node that has the model, or (disaggregated) all ranks."""
     layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
     link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
@@ -251,7 +251,7 @@ def _matmul_seconds(*shapes: tuple[float, float], speed: float) -> float:
 
 
 def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tuple[float, float, float]:
-    """Return a token's forward seconds in a mean layer: products, dense MLPs, scores."""
+    """Return a token's forward seconds in a mean layer: products, dense MLPs', attention scores."""
     shape, tp = plan.shape(model), plan.layout.tp
     sizes, h, fp8 = shape.sizes, shape.sizes.hidden, plan.config.model.fp8
     peak = plan.device.tflops * 1e12 * MATMUL
@@ -275,7 +275,7 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     if dense:
         mlp = dense * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
-    # Causal attention sees half of a sequence.
+    # Causal attention sees half of a sequence. Long ones have more tokens.
     context = fmean(length**2 for length in sequences) / fmean(sequences)
     attention = (1 - linear) * context * (sizes.q + sizes.out) / tp / peak
     return matmul, mlp, attention
@@ -352,7 +352,7 @@ class DecodeCost:
     weights      to read what every token needs
     experts      to read all experts
     cached       to read a token's keys and values
-    compute      of a token
+    compute      of a token's products
     unrouted     share of experts that a token skips
     prefill      of a prompt token"""
 
@@ -405,7 +405,7 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decode_batch_size(plan, lengths), each)
     cost, cached = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
-    # New weights prefill prefixes again.
+    # With new weights, prefixes are prefilled again.
     prefilled = lengths.count_prefilled(cached=cached) + lengths.mean_prefix
     return _decode_seconds(cost, each, at_once, lengths) + each * prefilled * cost.prefill
 

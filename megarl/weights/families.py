@@ -188,7 +188,7 @@ def _get_linear_sizes(hf_config: Mapping[str, Any], layers: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the (name, dimensions) of the Hugging Face tensors in it.
+    """A Megatron parameter and the (name, dimensions) of its Hugging Face tensors.
 
     `{l}` and `{e}` are layer and expert: global in Hugging Face names, per rank in Megatron's.
 
@@ -288,7 +288,7 @@ FUSED_DENSE_LAYER = (
     *_layer(("mlp.linear_fc1.weight", "halves", "mlp.gate_up_proj.weight: gate_up hidden")),
     DENSE_MLP[1],
 )
-# Norms of the outputs of attention and MLP, named after Megatron's bias-dropout-add (bda).
+# Output norms, named after Megatron's bias-dropout-add (bda).
 OUTPUT_NORMS = _layer(
     ("self_attn_bda.output_norm.weight", "replicated", "post_self_attn_layernorm.weight: hidden"),
     ("mlp_bda.output_norm.weight", "replicated", "post_mlp_layernorm.weight: hidden"),
@@ -320,7 +320,7 @@ DENSE_THEN_MIXTURES = (
 # Concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
 GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
-# The gated delta net (arXiv 2412.06464). Projections: queries, keys and values; beta; alpha; output gate.
+# Gated DeltaNet (arXiv 2412.06464). b: beta; a: alpha; z: output gate.
 DELTA_NET = _delta_net(
     (
         "in_proj.weight",
@@ -360,7 +360,7 @@ class Family:
     """A model family.
 
     prefix              of architectures: "Qwen2"
-    requires            values of config keys, unless absent or null
+    requires            config keys and values, unless absent or null
     rotary_pairs        rotations pair neighbours, not halves of a head
     partial_rotary      `partial_rotary_factor` may be below 1
     sglang_unties       SGLang has an output layer despite tied embeddings
@@ -380,7 +380,7 @@ class Family:
     other_heads: tuple[str, ...] = ()
 
     def has(self, parameter: str) -> bool:
-        """Return whether a layer has a Megatron parameter with this ending."""
+        """Return whether a layer has a parameter with this ending."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @cached_property
@@ -397,9 +397,9 @@ class Family:
 
 
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
-    """Return the LoRA adapters of a parameter: A [rank, in] and B [out, rank] of each matrix.
+    """Return a parameter's LoRA adapters: A [rank, in] and B [out, rank] of each matrix.
 
-    B is cut like the matrix's rows, A like its columns; the other is replicated."""
+    B is cut like the matrix's rows, A like its columns; an uncut one is replicated."""
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
@@ -417,7 +417,7 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
 
 
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
-    """Return whether training never changes a parameter of global layer `layer`.
+    """Return whether training never changes a parameter of layer `layer`.
 
     Frozen attention includes the norm before it, which Transformer Engine fuses into the first matrix."""
     if pair == EXPERT_BIAS:
@@ -463,7 +463,6 @@ FAMILIES = {
             (*SWIGLU, ("attention_bias", False), *ALL_MIXTURES),
         ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
-        # Mistral-7B-v0.1 and Ministral have sliding windows.
         Family("mistral", "Mistral", DENSE_LAYER, (*SWIGLU, ("sliding_window", None))),
         Family(
             "glm4",
@@ -593,9 +592,7 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises CheckpointError with the file and the first unsupported key.
-
-    model/hf_config.py checks keys that only transformers uses."""
+    """Read config.json. Raises CheckpointError with the file and the first unsupported key."""
     check_files(folder)
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
@@ -697,7 +694,7 @@ def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
-    """Check the groups among which a router selects before it selects experts.
+    """Check the groups of experts, among which a router selects first.
 
     transformers and SGLang score a group by its best two experts, Megatron by its best
     `num_experts_per_tok / topk_group`, so this must be 2."""

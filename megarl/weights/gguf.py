@@ -36,7 +36,7 @@ EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
-MAX_ELEMENTS = 1 << 22  # of all arrays: thrice a large vocabulary with merges
+MAX_ELEMENTS = 1 << 22  # of all arrays: thrice a vocabulary of 256,000 with merges
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 
@@ -215,7 +215,7 @@ class GGUFFile(ModelFolder):
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
         config = {key: value for key, value in made.items() if not key.startswith("_")}
-        # Some architectures in transformers ignore these keys.
+        # transformers ignores these keys for some architectures.
         for key, theirs in (
             ("head_dim", "attention.key_length"),
             ("moe_intermediate_size", "expert_feed_forward_length"),
@@ -238,7 +238,7 @@ class GGUFFile(ModelFolder):
     def _scaled_rope(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return llama3's rope parameters, which transformers ignores, if the file has factors.
 
-        These must be Llama 3.1's: low 1, high 4, 8,192 positions."""
+        These must be Llama 3.1's."""
         factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
@@ -331,7 +331,7 @@ def gguf_to_hf(
 
     Raises `GGUFFile`'s errors, and CheckpointError if `out` exists or cannot be written.
 
-    dtype: of every tensor; verify: compare with the source"""
+    dtype: of every tensor"""
     model = GGUFFile(source)
     kinds = dict.fromkeys(model.shapes, dtype)
     with TemporaryDirectory() as carried:

@@ -92,11 +92,11 @@ class _Entry(NamedTuple):
 
 
 class HFFolder(ModelFolder):
-    """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
+    """A Hugging Face folder whose safetensors headers agree with its config.json.
 
     Raises CheckpointError for a tensor that is missing, superfluous, truncated, or of another shape or dtype.
 
-    extra: ignored tensors (unused head, rotary tables, layers that predict further tokens)"""
+    extra: ignored tensors (unused head, rotary tables, multi-token prediction)"""
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
         self.path = Path(path)
@@ -174,7 +174,7 @@ class HFFolder(ModelFolder):
             raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
     def _is_extra_layer(self, name: str) -> bool:
-        """Return whether an ignored layer predicts further tokens (Qwen3.5: `mtp`)."""
+        """Return whether a layer is for multi-token prediction, which is ignored."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
@@ -203,7 +203,7 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Read a header after safetensors has checked it."""
+    """Read a header that safetensors accepts."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
@@ -230,8 +230,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
     """Fill a rank's tensors (by the table's names), with zeros for padding.
 
-    Returns the unchanged tensors, which the folder lacks (a critic's `value_head.weight`). Raises ValueError
-    if tensors and shards differ, and CheckpointError for numbers that are not finite."""
+    Returns the names of unchanged tensors, which the folder lacks (a critic's `value_head.weight`). Raises
+    ValueError if tensors and shards differ, and CheckpointError for numbers that are not finite."""
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
     missing = []
@@ -270,7 +270,7 @@ def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[st
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index, if several files. size: of all tensors, bytes."""
+    """Write the index of several files. size: bytes of all tensors."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})

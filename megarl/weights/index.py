@@ -131,7 +131,7 @@ def _convert_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read a distributed checkpoint's index: its tensors and their places.
+    """Read a distributed checkpoint's index.
 
     Raises CheckpointError if it is damaged, has a forbidden class, or names a file outside the folder."""
     path = folder / METADATA

@@ -81,7 +81,7 @@ def merged(
 ) -> Mapping[str, Source]:
     """Return a rank's weights by the table's names, Merged if they have adapters.
 
-    tensors: the rank's parameters, with the parts of A and B that its shards need"""
+    tensors: the rank's parameters and adapters"""
     sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
         return sources

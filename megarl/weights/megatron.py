@@ -387,7 +387,7 @@ def write_chunks(
                     tensor = torch.empty(chunk.extents, dtype=kind)
                 try:
                     torch.save(tensor, target)
-                except RuntimeError as error:  # torch.save hides the file's error
+                except RuntimeError as error:
                     raise file.error or error from None
                 assert target is file or target.filled, "torch.save did not write a tensor as one record"
                 records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
@@ -464,7 +464,7 @@ class Conversion:
     size: int
     files: int
     seconds: float  # until on disk
-    left_out: tuple[str, ...]  # an unused head, rotary tables
+    left_out: tuple[str, ...]  # see HFFolder.extra
 
 
 def conversion_layout(tp: int, pp: int, ep: int) -> Layout:

@@ -31,7 +31,7 @@ from megarl.weights.families import (
     is_tied,
 )
 
-VOCABULARY_MULTIPLE = 64  # SGLang's padding
+VOCABULARY_MULTIPLE = 64  # in SGLang
 CPU_FFN_MULTIPLE = 32  # per rank in SGLang's CPU engine
 
 
@@ -185,7 +185,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
 def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
     """Return n if exactly every n-th layer has full attention.
 
-    Raises ConfigError otherwise, which SGLang does not support."""
+    Raises ConfigError for other orders, which SGLang does not support."""
     sizes = Sizes.from_config(hf_config)
     interval = next((n for n in range(sizes.layers) if n not in sizes.linear), sizes.layers) + 1
     if sizes.linear != {n for n in range(sizes.layers) if (n + 1) % interval}:
@@ -264,8 +264,8 @@ def parameters(
     """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, of adapters).
 
     Names have the layer's index in the stage and the expert's on the rank. With tied embeddings, the last of
-    several stages copies the embedding as `output_layer.weight`. A critic has `value_head.weight` [1, hidden]
-    instead."""
+    several stages copies the embedding as `output_layer.weight`. A critic has `value_head.weight`
+    [1, hidden] there."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.from_config(hf_config)
     per_rank = sizes.experts // layout.ep
@@ -369,8 +369,7 @@ def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> li
     return parts
 
 
-# SGLang: compared with its loader in tests/sglang/test_engine.py. Copies of key/value heads (fewer than
-# ranks) occur on GPUs only, and are untested.
+# SGLang. Copies of key/value heads (fewer than ranks) occur on GPUs only, and are untested.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
@@ -381,7 +380,6 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     Whole: norms, routers, projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
     Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of stacked
     tensors.
-    Tied embeddings: no lm_head, unless the family has `sglang_unties`.
 
     cpu: pad heads and columns, like SGLang's CPU engine
 

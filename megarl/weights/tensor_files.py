@@ -169,7 +169,7 @@ class Processes:
 
 @contextmanager
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to `out` when on disk, or removed after a failure.
+    """Yield a temporary folder, renamed to `out` when on disk, removed on failure.
 
     Raises CheckpointError if `out` exists or is being written, or the disk lacks `size` bytes."""
     folder = out.with_name(f".{out.name}.partial")
@@ -225,7 +225,7 @@ def readable(size: float) -> str:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """Return the files that an export copies from its source.
+    """Return the files that an export copies.
 
     Raises CheckpointError for links out of the folder, which would leak files."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
