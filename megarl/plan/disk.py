@@ -13,7 +13,7 @@ from megarl.plan.tensors import count_trained
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     """Return the bytes of weights and optimizer state, without padding.
 
-    pretraining: value pretraining, without the actor"""
+    pretraining: without the actor"""
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:

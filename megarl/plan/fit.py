@@ -11,7 +11,7 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import Need, gpu_needs, needs_outside_steps
 from megarl.plan.sizes import GIB
 
-RESPONSE = 256  # least bytes of a response when distributed
+RESPONSE = 256  # least bytes of a distributed response
 NEAR = 0.9  # warn from this share of a machine's memory
 # What to change, by the largest part.
 CPU_CHANGES = {

@@ -72,7 +72,7 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
         groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
-    # FP8 copies last until the weight transfer. Only updates have a `head`.
+    # An update's FP8 copies last until the weight transfer. Only updates have a `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)

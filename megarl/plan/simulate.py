@@ -1,4 +1,4 @@
-"""Simulate which ranks wait in training steps, and how long (`megarl plan --simulate`)."""
+"""Simulate which ranks wait in training steps, and how long."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Costs:
     """Seconds of each operation, estimated or measured (benchmarks/simulate.py).
 
     decode   a step, given running responses and cached tokens
-    prefill  a prompt
     at_once  most responses decoded at once (no seconds)
     train    tokens of a batch -> phase -> seconds, in phase order"""
 
@@ -507,7 +506,7 @@ def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world
 
 
 class SimulatedSplit(NamedTuple):
-    """A simulated split. The plan's schedule.ahead is unused."""
+    """A simulated split. `ahead` replaces the plan's."""
 
     plan: PlanInputs
     ahead: int

@@ -425,7 +425,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     head, fixed = _head(shape, passes, critic)
     if recompute != "selective":
         selected = 0.0
-    if recompute == "full" and linear:  # the larger kind of layer
+    if recompute == "full" and linear:  # larger kind of layer
         one_layer += max(attention, delta) - mixed
     found = (
         layer,

@@ -390,7 +390,7 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
-    """Count mean responses decoded at once. Those that wait for a tool may be evicted."""
+    """Count mean responses decoded at once, without those that wait for a tool."""
     fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
     return max(1, min(fitting, plan.config.rollout.max_batch))
 

@@ -359,7 +359,7 @@ def _describe_hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
 class Family:
     """A model family.
 
-    prefix              of architectures: "Qwen2"
+    prefix              of architectures, such as "Qwen2"
     requires            config keys and values, unless absent or null
     rotary_pairs        rotations pair neighbours, not halves of a head
     partial_rotary      `partial_rotary_factor` may be below 1

@@ -281,7 +281,7 @@ def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | 
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [get_family(config).prefix + suffix]}
     if config.get("num_nextn_predict_layers"):
-        exported["num_nextn_predict_layers"] = 0  # ignored weights
+        exported["num_nextn_predict_layers"] = 0  # their weights are ignored
     if dtype is not None:
         exported["dtype" if "dtype" in config else "torch_dtype"] = dtype_name(dtype)
     if critic:

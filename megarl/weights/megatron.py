@@ -340,7 +340,7 @@ def list_chunks(
 
 
 class _StreamedTensorFile:
-    """Make torch.save write `data` instead of its tensor, to save memory."""
+    """A file that makes torch.save write `data`, not its tensor, to save memory."""
 
     def __init__(
         self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]

@@ -31,7 +31,7 @@ from megarl.weights.families import (
     is_tied,
 )
 
-VOCABULARY_MULTIPLE = 64  # in SGLang
+VOCABULARY_MULTIPLE = 64  # SGLang's padding
 CPU_FFN_MULTIPLE = 32  # per rank in SGLang's CPU engine
 
 
