@@ -13,7 +13,7 @@ from megarl.plan.tensors import count_trained
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     """Return the bytes of weights and optimizer state, without padding.
 
-    pretraining: in value pretraining the actor is not trained"""
+    pretraining: without the actor"""
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
@@ -21,7 +21,7 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
         whole = shape.count_params(Layout(), 0, critic=model == "critic").all
         total += (whole if plan.lora(model).rank is None else trained) * shape.itemsize
         total += trained * 3 * FP32
-        if model in plan.muon_models:  # one momentum; float32 weights of bfloat16 ones
+        if model in plan.muon_models:  # one momentum; float32 weights if in bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
     return total
@@ -30,8 +30,7 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
 def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
     """Return the most checkpoints on disk at once: of a run, and of its value pretraining.
 
-    One is written before the oldest is deleted (`prune` in training/checkpoint.py). Those of a stopped run
-    are not counted."""
+    One is written before the oldest is deleted (`prune`). Stopped runs' are not counted."""
     config, settings = plan.config, plan.config.checkpoint
     if not settings.every:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Bytes of a rollout engine on one of its GPUs: weights, KV cache, and what a weight transfer needs."""
+"""Bytes of a rollout engine on a GPU: weights, KV cache, weight transfer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.plan.inputs import PlanInputs
 
 
 def engine_weight_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of an engine's or a server's weights on one of its GPUs."""
+    """Return the bytes of an engine's weights on a GPU."""
     if not plan.config.rollout.capabilities.sharded:
         return plan.actor.parameters * plan.actor.itemsize
     return int(sum(plan.actor.engine_tensors(plan.engine_tp, plan.config.rollout.weights_dtype)))
@@ -15,26 +15,26 @@ def engine_weight_bytes(plan: PlanInputs) -> float:
 
 def kv_cache_bytes(plan: PlanInputs) -> float:
     rollout = plan.config.rollout
-    if not rollout.capabilities.continuous_batching:  # other engines take the rest of their share
+    if not rollout.capabilities.continuous_batching:  # others use the rest of engine_memory
         return rollout.max_batch * (plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1))
     weights = engine_weight_bytes(plan)
     left = rollout.engine_memory * plan.device.memory - weights
-    # A server's room is at least that of the weights; check_servers asks for the real one.
+    # A server's memory is unknown: assume a cache at least as large as the weights.
     return max(weights if rollout.capabilities.remote else 0.0, left)
 
 
 def kv_cache_tokens(plan: PlanInputs) -> float:
-    """Return the tokens of an engine's KV cache if all responses have the greatest length.
+    """Return the tokens in an engine's KV cache if all responses have full length.
 
-    The cache also holds the states of linear attention."""
+    Linear attention's states share it."""
     tp = plan.engine_tp
     return kv_cache_bytes(plan) / (plan.actor.cache_bytes(tp) + plan.actor.state_bytes(tp) / plan.longest)
 
 
 def transferred_bytes(plan: PlanInputs) -> float:
-    """Return the bytes that a weight transfer writes to one engine rank.
+    """Return the bytes that a weight transfer writes to an engine rank.
 
-    Frozen weights are sent only once, unless the engine frees its weights in between."""
+    Frozen weights are sent once, unless the engine frees them."""
     weights = engine_weight_bytes(plan)
     if "engine.weights" not in plan.keep:
         return weights
@@ -46,13 +46,13 @@ def transferred_bytes(plan: PlanInputs) -> float:
 
 
 def transfer_buffer_bytes(plan: PlanInputs) -> float:
-    """Return the bytes on a GPU of a weight transfer's messages and the engine's buckets."""
+    """Return a GPU's bytes for a weight transfer's messages and buckets."""
     rollout, lora = plan.config.rollout, plan.config.actor.lora
     bucket = float(rollout.transfer_bucket * 2**20)
-    if lora.rank is not None:  # weights are merged with adapters when sent
+    if lora.rank is not None:  # weights are merged when sent
         bucket += plan.actor.count_lora(lora, plan.layout.tp)[1] * plan.actor.itemsize
     if not rollout.capabilities.continuous_batching:
         return bucket
-    # SGLang receives whole tensors: the buffer holds at least the largest.
+    # SGLang's buffer must hold the largest tensor.
     largest = max(plan.actor.engine_tensors(plan.engine_tp, rollout.weights_dtype))
     return bucket + min(engine_weight_bytes(plan), max(bucket, largest))

@@ -11,8 +11,8 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import Need, gpu_needs, needs_outside_steps
 from megarl.plan.sizes import GIB
 
-RESPONSE = 256  # least bytes of a response in the process that distributes them
-NEAR = 0.9  # share of a machine's memory from which a plan warns
+RESPONSE = 256  # least bytes of a distributed response
+NEAR = 0.9  # warn from this share of a machine's memory
 # What to change, by the largest part.
 CPU_CHANGES = {
     "activations": "lower update.tokens_per_micro_batch or rollout.max_response_tokens",
@@ -25,7 +25,7 @@ CPU_CHANGES = {
 
 
 def largest_micro_batch(plan: PlanInputs) -> int:
-    """Return the largest update.tokens_per_micro_batch that fits, in steps of 1,024; 0 if none does."""
+    """Return the largest token budget that fits, in steps of 1,024; 0 if none does."""
     memory = plan.device.memory
     outside = max(need.total for need in needs_outside_steps(plan))
 
@@ -40,9 +40,9 @@ def largest_micro_batch(plan: PlanInputs) -> int:
 
 
 def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
-    """Return why the run does not fit and what to change, in one line; None if it fits.
+    """Return why a run does not fit and what to change, or None.
 
-    room: bytes of each GPU that must stay free"""
+    room: bytes of each GPU to leave free"""
     rollout, memory = plan.config.rollout, plan.device.memory
     for need in gpu_needs(plan):
         if need.total + room > memory:
@@ -97,10 +97,10 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
 
 
 def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
-    """Return why a run on CPUs cannot fit and what to change, in one line; None if it may fit."""
+    """Return why a run on CPUs cannot fit, like `find_problem`."""
     parts = cpu_bytes(plan)
     always = sum(parts.values())
-    # A save certainly needs three of these five numbers a parameter.
+    # A save surely needs three of these five numbers a parameter.
     saved = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
     responses = plan.config.responses * RESPONSE
     if responses + always + saved > memory >= always + saved:
@@ -127,9 +127,7 @@ def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
 
 
 def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None) -> str | None:
-    """Return a warning if a run on CPUs needs nearly all memory, or more than is free.
-
-    memory, free: bytes of the machine"""
+    """Return a warning if a run on CPUs needs nearly all memory, or more than is free."""
     phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
     total = sum(cpu_bytes(plan).values()) + sum(parts.values())
     if free is not None and free < total <= NEAR * memory:

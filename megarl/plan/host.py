@@ -1,4 +1,4 @@
-"""Bytes of host memory: of a node with GPUs, and of a machine whose CPUs run all ranks."""
+"""Bytes of host memory, with GPUs or with all ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megarl.plan.sizes import FP32, GIB
 from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
 
 # Our estimates:
-HOST_PROCESS = 4 * GIB  # a rank and its engine's processes, without tensors
+HOST_PROCESS = 4 * GIB  # of a rank and its engine, without tensors
 VERIFIER = 0.3 * GIB
-# On CPUs, as measured: the launcher, and what a forked rank owns without tensors.
+# Measured on CPUs: the launcher, and a forked rank without tensors.
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
-# Bytes of a response on every rank: metadata in a RolloutBatch (docs/scale.md).
+# Bytes of a response's metadata on every rank (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on the rank that sampled it: in TokenData and RolloutBatch.own.
+# Bytes of a token on its sampling rank.
 SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
@@ -27,7 +27,7 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
     saves, verifies = config.checkpoint.every and not plan.replay, config.has_engine and not plan.replay
     sampled = sampled_bytes(plan) * rollout_ranks_here / rollout_ranks if rollout_ranks else 0.0
     verifiers = config.reward.workers * (rollout_ranks_here if rollout_ranks else trainers)
-    saved = trainers / world  # ranks write equal parts of a checkpoint
+    saved = trainers / world
     return {
         "pinned buffers": offloaded_bytes(plan) * trainers,
         "rollouts": step_batch_bytes(plan) * trainers + sampled,
@@ -39,9 +39,9 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
 
 
 def offloaded_bytes(plan: PlanInputs) -> float:
-    """Return the most bytes of a rank that are offloaded at once.
+    """Return a rank's most offloaded bytes at once.
 
-    Gradients come back as zeros, an engine's weights from the actor."""
+    Gradients return as zeros, engine weights from the actor."""
     copied = {
         name for name in plan.groups if not name.startswith("engine.") and not name.endswith(".gradients")
     }
@@ -53,10 +53,10 @@ def offloaded_bytes(plan: PlanInputs) -> float:
 
 
 def gathered_optimizer_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of a rank while a model is saved or loaded.
+    """Return a rank's bytes while a model is saved or loaded.
 
-    Each replica gathers its shard's whole optimizer, three float32 numbers a parameter. Megatron meanwhile
-    has two more copies of one of them, and the rank's part of all three."""
+    Replicas gather their shard's optimizer, three float32 numbers a parameter. Megatron has two more copies
+    of one, and the rank's part of all three."""
     layout, params = plan.layout, 0
     for model in plan.trained:
         for stage in plan.stages:
@@ -74,22 +74,22 @@ def routed_bytes(plan: PlanInputs) -> int:
 
 
 def sampled_bytes(plan: PlanInputs) -> float:
-    """Return the bytes of undelivered responses on all ranks, as samples and packed."""
+    """Return all ranks' bytes of undelivered responses, as samples and packed."""
     return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
 
 
 def step_batch_bytes(plan: PlanInputs) -> float:
     """Return the most bytes of a step's batch on a rank.
 
-    That is its replica's share of the tokens, an equal part of the sampled responses or files, and all
-    metadata. Without an engine all ranks read the whole batch."""
+    It has its replica's tokens, an equal part of sampled responses or files, and all metadata. Without an
+    engine, all ranks read the whole batch."""
     config, tokens = plan.config, plan.step_tokens(plan.longest)
-    # Columns of responses count like those of tokens: micro-batches have indices of 16 bytes.
+    # Count columns of responses by token, to cover micro-batches' 16-byte indices.
     columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
     each = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * each
-    # Top-k tokens and log-probs, twice more while packed; experts, once more in micro-batches.
+    # Top-k tokens and log-probs, twice more while packed; experts, once more.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
     each += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
     shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world
@@ -110,10 +110,9 @@ def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
 
 
 def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
-    """Return the bytes by phase and purpose that all ranks on CPUs need in addition to `cpu_bytes`.
+    """Return CPU ranks' bytes in addition to `cpu_bytes`, by phase and purpose.
 
-    Freed activations stay with a process: glibc gives back few blocks below 32 MiB. A checkpoint counts as a
-    phase, with the copy that is being written."""
+    Processes keep freed activations: glibc returns few blocks below 32 MiB. A checkpoint is a phase."""
     config, world = plan.config, plan.layout.world
     tokens = cpu_micro_batch_tokens(plan)
     ranks = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
@@ -123,7 +122,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
     for phase in plan.phases:
         parts = {"activations": activations, "batch": batch}
         if phase.updates_weights and plan.overlaps:
-            # Gloo sums a copy of Megatron's gradient buffer during computation.
+            # Gloo sums a copy of Megatron's gradient buffer.
             stages = range(plan.layout.pp)
             sums = max(group_bytes(plan, f"{phase.model}.gradients", stage) for stage in stages)
             parts["summed gradients"] = sums * world
@@ -131,7 +130,7 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
             parts["KV cache"] = _cpu_kv_cache_bytes(plan)
         found[phase.name] = parts
     if config.checkpoint.every:
-        # The run continues while a copy is written.
+        # The run continues during the write.
         for parts in found.values() if config.checkpoint.background and not plan.replay else ():
             parts["copy of a checkpoint"] = checkpoint_bytes(plan)
         found["checkpoint"] = {"gathered optimizer": gathered_optimizer_bytes(plan) * world}
@@ -146,7 +145,7 @@ def _cpu_kv_cache_bytes(plan: PlanInputs) -> float:
 
 
 def cpu_micro_batch_tokens(plan: PlanInputs) -> int:
-    """Return the tokens of a rank's largest micro-batch on CPUs, often less than the token budget."""
+    """Return a rank's largest micro-batch, often below the budget on CPUs."""
     config = plan.config
     responses = max(config.mini_batch, config.critic.mini_batch or 0)
     sequences = -(-responses // plan.layout.dp)

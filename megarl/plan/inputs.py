@@ -1,4 +1,4 @@
-"""Inputs of a plan: a run's configuration, the sizes of its models, and its GPU."""
+"""Inputs of a plan: configuration, models and GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from megarl.weights.shards import check_frozen, check_layout, check_linear, chec
 class PlanInputs:
     """One run to plan.
 
-    config    with the layout in `parallel`
-    reward    size of the reward model; None: the actor's
-    teachers  sizes; empty: the actor's
-    replay    a stored step is repeated: no engines, no checkpoint is written"""
+    reward    None: the actor's
+    teachers  empty: the actor's
+    replay    repeats a stored step: no engines, no saved checkpoint"""
 
     config: Config
     actor: Shape
@@ -35,13 +34,13 @@ class PlanInputs:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Return the phases of a step that use the GPU. Value pretraining needs no more than they do."""
+        """Return a step's phases on the GPU. Value pretraining needs no more."""
         phases = replay_phases(self.config) if self.replay else select_phases(self.config)
         return [phase for phase in phases if phase.on_gpu]
 
     @cached_property
     def residents(self) -> list[frozenset[str]]:
-        """Return the tensor groups of each phase on a trainer's GPU, if it has any."""
+        """Return each phase's tensor groups on a trainer's GPU, if any."""
         disaggregated = self.config.parallel.rollout_ranks
         wanted = [phase.on_gpu for phase in self.phases]
         own = [
@@ -67,8 +66,8 @@ class PlanInputs:
     def stages(self) -> tuple[int, ...]:
         """Return the pipeline stages that may need the most memory.
 
-        The first has the embedding and most micro-batches in flight, the last a head. Only one between them
-        may have all layers in FP8. Frozen layers are the lowest, so with them any stage may."""
+        The first has the embedding and most micro-batches in flight, the last a head. Only those between may
+        have all layers in FP8. With frozen layers, any stage may."""
         last = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
             return tuple(range(last + 1))
@@ -114,7 +113,7 @@ class PlanInputs:
 
     @cached_property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence, which is never split."""
+        """Return the longest sequence's tokens. Sequences are never split."""
         return self.config.data.max_prompt_tokens + self.config.rollout.max_extent
 
     @property
@@ -130,7 +129,7 @@ class PlanInputs:
         return frozenset(model for model in self.trained if self.optimizer(model).optimizer == "muon")
 
     def shape(self, model: str) -> Shape:
-        """Return the sizes of a model; of several teachers the largest, as one is on the GPU at a time."""
+        """Return a model's shape: of several teachers the largest."""
         if model == "teacher" and self.teachers:
             return max(self.teachers, key=lambda shape: shape.parameters)
         return {"critic": self.critic, "reward": self.reward}.get(model) or self.actor
@@ -147,7 +146,7 @@ class PlanInputs:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether gradients or weights are sent during computation. Only then are there buckets."""
+        """Return whether communication overlaps. Only then are there buckets."""
         parallel, usual = self.config.parallel, self.layout.dp * self.layout.cp > OVERLAP_ABOVE
         wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
         return any(usual if value is None else value for value in wanted)
@@ -174,16 +173,12 @@ def make_plan_inputs(
     memory: float | None = None,
     replay: bool = False,
 ) -> PlanInputs:
-    """Collect a plan's inputs, and check that `parallel` divides models and ranks.
+    """Collect a plan's inputs. Models without a config.json get the actor's sizes.
 
-    Models without a separate config.json get the actor's sizes.
+    Raises ConfigError if `parallel` cannot divide models or ranks.
 
-    Args:
-        actor: the actor's config.json
-        world: the job's ranks, which decide parallel.dp
-        memory: bytes of a real GPU; None: its data sheet's
-    Raises:
-        ConfigError: where models or ranks cannot be divided."""
+    world: the job's ranks, which decide parallel.dp
+    memory: bytes of a real GPU; None: its data sheet's"""
     if world is not None:
         sizes = config.parallel
         dp = (world - sizes.rollout_ranks) // (sizes.tp * sizes.pp * sizes.cp)

@@ -1,4 +1,4 @@
-"""Count the bytes on a GPU in each phase of a run: tensor groups, activations and buffers."""
+"""Count a GPU's bytes in each phase."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megarl.plan.tensors import (
 )
 
 # Our estimates:
-OVERHEAD = 4 * GIB  # of each GPU: CUDA contexts, buffers of communicators
-FRAGMENTATION = 1.05  # what torch's allocator takes for each byte of activations
-# Bytes of each top-k token of a policy or teacher, as measured in an update.
+OVERHEAD = 4 * GIB  # of CUDA contexts and communicators
+FRAGMENTATION = 1.05  # allocated bytes for a byte of activations
+# Bytes of each top-k token, measured in an update.
 TOP_K_ENTRY = 60
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes by part of one phase on the GPU that needs most, and its pipeline stage."""
+    """Bytes of a phase by part, on a GPU of pipeline stage `stage`."""
 
     phase: str
     parts: dict[str, float]
@@ -45,7 +45,7 @@ class Need:
 def gpu_needs(
     plan: PlanInputs, tokens: float | None = None, phases: Sequence[Phase] | None = None
 ) -> Iterator[Need]:
-    """Yield the memory of each phase of a step; for all phases also of construction and a checkpoint.
+    """Yield each phase's need; without `phases`, also of construction and a checkpoint.
 
     tokens: of a micro-batch; None: `plan.pack`"""
     for phase in plan.phases if phases is None else phases:
@@ -72,7 +72,7 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
         of_engine = frozenset(name for name in groups if name.startswith("engine."))
         groups = of_engine if phase.name == ROLLOUT else groups - of_engine
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
-    # FP8 copies of an update last until the weight transfer. Only an update's buffers have `head`.
+    # An update's FP8 copies last until the weight transfer. Only updates have a `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
     resident = resident_bytes(plan, groups, stage, forward_only=forward_only)
     return Need(phase.name, resident | buffers | {"contexts": OVERHEAD}, stage)
@@ -94,11 +94,10 @@ def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> 
 
 
 class _StagePass(NamedTuple):
-    """A micro-batch in the layers of one pipeline stage.
+    """A micro-batch in the layers of a pipeline stage.
 
-    tokens        of the rank's context-parallel part
-    dense_layers  number of the stage's first layers that have no experts
-    is_last       the stage has the head"""
+    tokens        of a context-parallel rank
+    dense_layers  first layers, without experts"""
 
     model: str
     activations: Activations
@@ -166,7 +165,7 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
     head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
     parts = {"activations": without_head * FRAGMENTATION, "head": head}
     during, after = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
-    # Allocations after the backward pass can reuse activations' memory.
+    # After the backward pass, activations' memory is reused.
     if summed := max(during, after - sum(parts.values())):
         parts["summed gradients"] = summed
     scratch = muon_scratch_bytes(plan, stage_pass.model)
@@ -180,16 +179,16 @@ def weight_transfer(plan: PlanInputs) -> dict[str, float]:
 
 
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
-    """Return the memory of a trained model's construction, before any engine starts.
+    """Return the need of a trained model's construction, before any engine starts.
 
-    DistributedDataParallel copies the weights into its buffers. Then the optimizer makes float32 weights."""
+    DistributedDataParallel copies weights into buffers, then the optimizer makes float32 weights."""
     earlier = {name for name in plan.keep if model == "critic" and name.startswith("actor.")}
     parts = {name: group_bytes(plan, name, stage) for name in sorted(earlier)}
     for part in ("weights", "gradients"):
         parts[f"{model}.{part}"] = group_bytes(plan, f"{model}.{part}", stage)
     trained, itemsize = count_trained(plan, model, plan.layout, stage), plan.shape(model).itemsize
     copied = float((trained.shared + trained.experts) * itemsize)
-    # Adam keeps three float32 numbers per parameter, Muon two: at first only the weight exists.
+    # Of Adam's three float32 numbers and Muon's two, only the weight exists yet.
     muon = count_muon_elements(plan, model, stage).largest_share
     float32_weights = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
     float32_weights *= itemsize < FP32
@@ -198,10 +197,10 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
 
 
 def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = False) -> Need:
-    """Return the memory of a model's checkpoint that is saved, or with `load` loaded.
+    """Return the need to save a model's checkpoint, or with `load` to load it.
 
-    Saving gathers a bucket's float32 weights, then each moment, through a flat buffer. Loading joins gate and
-    up projections of all layers before the model copies them."""
+    Saving gathers a bucket's float32 weights, then each moment, through a flat buffer. Loading joins all
+    layers' gate and up projections before the model copies them."""
     groups = frozenset({f"{model}.weights", f"{model}.optimizer"}) | plan.keep
     if plan.config.parallel.rollout_ranks:
         groups = frozenset(name for name in groups if not name.startswith("engine."))
@@ -212,5 +211,5 @@ def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = Fa
     buffers = {"joined weights": joined} if load else {"gathered bucket": gathered}
     resident = resident_bytes(plan, groups, stage)
     if (load or model == "critic") and f"{model}.weights" not in plan.keep:
-        resident.pop(f"{model}.fp8_copies", None)  # no pass made any since the onload
+        resident.pop(f"{model}.fp8_copies", None)  # no pass since the onload
     return Need("checkpoint", {**resident, **buffers, "contexts": OVERHEAD}, stage)

@@ -1,7 +1,4 @@
-"""Search for the layout with the quickest estimated step among those that fit into memory.
-
-For each layout it chooses recomputation and token budget, then the engines, then `residency.keep`.
-"""
+"""Search for the layout that fits into memory with the quickest estimated step."""
 
 from __future__ import annotations
 
@@ -25,25 +22,25 @@ from megarl.plan.times import Estimate, Lengths, estimate, rollout_seconds
 from megarl.sync.plan import engine_ranks
 from megarl.weights.shards import check_layout
 
-# In the order in which they are printed.
+# In printed order.
 CHOSEN = (
     *(f"parallel.{name}" for name in ("tp", "pp", "vpp", "cp", "ep", "dp")),
     *("rollout.engine_tp", "model.recompute", "model.recompute_layers", "model.recompute_modules"),
     *("update.tokens_per_micro_batch", "residency.keep"),
 )
-# In the order of trial. The engine's groups always make room.
+# In order of trial. Engines' groups always make room.
 KEPT = tuple(
     f"{model}.{part}"
     for part in ("optimizer", "weights")
     for model in ("critic", "actor", "reference", "reward", "teacher")
 )
 VIRTUAL = (1, 2, 4)
-ROOM = 0.06  # free share of a GPU's memory, for errors of the plan (docs/planning.md)
-LOOKED_AT = 8  # best layouts for which residency.keep is searched
+ROOM = 0.06  # share of a GPU's memory for the plan's errors (docs/planning.md)
+LOOKED_AT = 8  # best layouts, for a search of residency.keep
 
 
 class Candidate(NamedTuple):
-    """A layout with the best other choices. It has an estimate if it fits, else a problem."""
+    """A layout with an estimate if it fits, else with a problem."""
 
     plan: PlanInputs
     estimate: Estimate | None
@@ -55,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
-    """Return the plan with other values of these keys, unchecked. __ stands for the dot."""
+    """Replace keys without checks. __ stands for the dot."""
     config, sections = plan.config, dict[str, dict[str, Any]]()
     for dotted, value in keys.items():
         section, _, key = dotted.partition("__")
@@ -65,16 +62,14 @@ def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
 
 
 def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
-    """Try every layout of the plan's GPUs.
-
-    Those that fit come first, quickest first, then the others, least parallelism first."""
+    """Try all layouts. Those that fit come first, by speed, then others by parallelism."""
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
     engines = _list_powers(node)
     if not config.rollout.capabilities.sharded or not config.has_engine:
         engines = [config.rollout.engine_tp]
     candidates = [replace_keys(plan, rollout__engine_tp=tp) for tp in engines]
-    if config.has_engine:  # the quickest engine first, at any layout
+    if config.has_engine:  # quickest first, at any layout
         candidates = sorted(
             (p for p in candidates if _is_valid_engine(p)),
             key=lambda p: rollout_seconds(p, lengths),
@@ -87,7 +82,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
         return one.estimate is None, seconds, layout.world // layout.dp, layout.tp
 
     found.sort(key=order)
-    # Groups that stay save copies. The search is slow, so only the best layouts get one.
+    # Kept groups save copies. This search is slow, so only for the best.
     best = [_keep_groups(one, lengths) for one in found[:LOOKED_AT]]
     return sorted(best, key=order) + found[LOOKED_AT:]
 
@@ -161,7 +156,7 @@ def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -
 
 
 def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
-    """Yield the plan with each token budget and the quickest recomputation that fits."""
+    """Yield plans: each token budget with the quickest recomputation that fits."""
     plan = replace_keys(plan, residency__keep=())
     phases = [phase for phase in plan.phases if phase.model is not None]
     layers = plan.actor.sizes.layers // (plan.layout.pp * plan.layout.vpp)
@@ -210,7 +205,7 @@ def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
 
 
 def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
-    """Return the chosen keys that differ from the defaults or from `now`."""
+    """Return the chosen keys that differ from defaults or `now`."""
     chosen = {}
     for dotted in CHOSEN:
         section, key = dotted.split(".")
@@ -222,7 +217,7 @@ def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
 
 
 def drop_unproven(found: list[Candidate], config: ParallelConfig) -> list[Candidate]:
-    """Drop layouts with context parallelism or virtual stages, unproven under megarl, unless configured."""
+    """Drop context parallelism and virtual stages, unproven here, unless configured."""
     return [
         one
         for one in found
@@ -231,7 +226,7 @@ def drop_unproven(found: list[Candidate], config: ParallelConfig) -> list[Candid
 
 
 def pick_best(found: list[Candidate]) -> Candidate:
-    """Return the first layout. Raises ConfigError, which names the nearest, if none fits."""
+    """Return the first layout. Raises ConfigError with the nearest if none fits."""
     if found and found[0].estimate is not None:
         return found[0]
     device, world = found[0].plan.device, found[0].plan.layout.world

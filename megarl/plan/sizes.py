@@ -1,4 +1,4 @@
-"""Count parameters and activations of a rank. Imports no torch, so that `megarl plan` starts quickly."""
+"""Count a rank's parameters and activations. Imports no torch, to start quickly."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megarl.weights.shards import float32_tensors, get_sizes, sglang_shards
 GIB = 2**30
 BYTES = {"bf16": 2, "fp32": 4}
 FP32 = 4
-CHUNK = 64  # tokens; of linear attention, a copy from model/delta_net.py, which needs torch
+CHUNK = 64  # tokens; a copy from model/delta_net.py, which needs torch
 
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of one rank. shared: those that are neither experts' nor float32."""
+    """Parameters of a rank. shared: neither experts' nor float32."""
 
     shared: int
     experts: int
@@ -63,7 +63,7 @@ class Shape:
     def count_params(
         self, layout: Layout, pp_rank: int, *, critic: bool = False, optimizer: OptimizerConfig | None = None
     ) -> ParamCount:
-        """Count a rank's parameters, with padding of the vocabulary.
+        """Count a rank's parameters, with a padded vocabulary.
 
         critic: with a float32 value head; optimizer: count only parameters that it trains"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
@@ -78,7 +78,7 @@ class Shape:
         return get_family(self.config).layer
 
     def _layers(self, layout: Layout, pp_rank: int) -> list[int]:
-        """Return a stage's layers, at most layers // pp: in some published runs pp does not divide them."""
+        """Return at most layers // pp layers: in some published runs pp does not divide them."""
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
@@ -95,7 +95,7 @@ class Shape:
         return max(self._count_local(pair, 1 if pair.per_expert else tp) for pair in pairs)
 
     def count_lora(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
-        """Return the elements, on one of `tp` ranks, of all weights with adapters and of the largest."""
+        """Count a rank's elements of weights with adapters: of all, of the largest."""
         held, sizes = list[tuple[int, int]](), self.sizes
         for pair in (pair for pair in self.pairs if adapters(pair, lora)):
             copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
@@ -105,7 +105,7 @@ class Shape:
     def count_fp8(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count a rank's FP8 parameters: layers' matrices except routers.
 
-        ends_in_bf16: the first and last layer are not in FP8"""
+        ends_in_bf16: except the first and last layer"""
         key = (layout.tp, layout.pp, layout.vpp, layout.ep, pp_rank, ends_in_bf16)
         if key in self._fp8_counts:
             return self._fp8_counts[key]
@@ -123,7 +123,7 @@ class Shape:
         return elements
 
     def matrices(self, layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
-        """Return the elements of each matrix that Muon orthogonalises: shared ones, experts."""
+        """Return the sizes of Muon's matrices: shared ones, experts."""
         sizes, found, own = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
         for pair in self.pairs:
             if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
@@ -134,7 +134,7 @@ class Shape:
         return found
 
     def muon_flops(self, layout: Layout, pp_rank: int) -> float:
-        """Count the FLOPs of a Newton-Schulz iteration for this stage's matrices (arXiv 2502.16982).
+        """Count a Newton-Schulz iteration's FLOPs for a stage (arXiv 2502.16982).
 
         For m x n with m <= n: X X^T, its square, and their product with X."""
         sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
@@ -147,7 +147,7 @@ class Shape:
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
-        """Count gate and up parameters, which a checkpoint has separately."""
+        """Count gate and up parameters, separate in checkpoints."""
         elements, sizes = 0, self.sizes
         own = self._layers(layout, pp_rank)
         for pair in self.pairs:
@@ -176,7 +176,7 @@ class Shape:
         def counts(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
-        # Frozen layers are the lowest, so the uppermost layer trains whatever any layer trains.
+        # Frozen layers are the lowest: the top layer trains all that any layer trains.
         pairs = [pair for pair in self.pairs if counts(pair, top)]
         if optimizer is not None:
             own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
@@ -197,12 +197,12 @@ class Shape:
 
     @cached_property
     def parameters(self) -> int:
-        """Count the whole model's parameters, without padding."""
+        """Count the model's parameters, without padding."""
         return self.count_params(Layout(), 0).all
 
     @cached_property
     def active(self) -> int:
-        """Count the matrix elements that a token is multiplied with, except the embedding."""
+        """Count matrix elements that a token uses, except the embedding."""
         sizes = self.sizes
         chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
         dense = sizes.dense if chosen else sizes.layers
@@ -215,7 +215,7 @@ class Shape:
 
     @cached_property
     def attention_matrices(self) -> list[tuple[int, int]]:
-        """Return (in, out) of softmax attention's matrices; q, k and v are one."""
+        """Return (in, out) of softmax attention's matrices; q, k, v are one."""
         found = []
         for pair in self.pairs:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
@@ -233,26 +233,26 @@ class Shape:
         return self.count_params(Layout(), 0).experts / self.parameters
 
     def cache_bytes(self, tp: int) -> int:
-        """Return the bytes of one token's keys and values on an engine's rank.
+        """Return a token's bytes in the KV cache of an engine's rank.
 
-        Ranks copy key/value heads if these are fewer. Multi-latent attention caches latents and the rotated
-        part of a key, once for all heads, on every rank."""
+        Ranks copy key/value heads if these are fewer. Multi-latent attention caches latents and rotated key
+        parts once, on every rank."""
         if self.sizes.latent:
             return self.sizes.layers * self.sizes.latent * self.itemsize
         heads, layers = max(1, self.sizes.kv_heads // tp), self.sizes.layers - len(self.sizes.linear)
         return 2 * layers * heads * self.sizes.head_dim * self.itemsize
 
     def state_bytes(self, tp: int) -> float:
-        """Return the bytes of linear attention's float32 states and last convolution inputs."""
+        """Return bytes of linear attention's float32 states and last convolution inputs."""
         sizes = self.sizes
         if not sizes.linear:
             return 0.0
         state = FP32 * sizes.value * sizes.key // sizes.key_heads
         return len(sizes.linear) * (state + self.itemsize * sizes.mixed * (sizes.conv - 1)) / tp
 
-    @lru_cache(maxsize=64)  # noqa: B019 (a planner has a few models, and ends)
+    @lru_cache(maxsize=64)  # noqa: B019 (a planner has few models, and ends)
     def engine_tensors(self, tp: int, weights: str) -> tuple[float, ...]:
-        """Return the bytes of each tensor of an SGLang engine on a rank. weights: rollout.weights_dtype."""
+        """Return the bytes of an SGLang rank's tensors. weights: rollout.weights_dtype."""
         float32 = float32_tensors(self.config, sglang=True)
 
         def width(name: str, shape: tuple[int, ...]) -> float:
@@ -261,33 +261,30 @@ class Shape:
             matrix = len(shape) == 2 and ".layers." in name
             if weights != "fp8_block" or not matrix or "router" in name or ".gate.weight" in name:
                 return self.itemsize
-            return 1 + 4 / 128**2  # float8 elements, a float32 per block of 128 x 128
+            return 1 + 4 / 128**2  # a float32 per 128 x 128 block
 
         shards = sglang_shards(self.config, tp, 0)
         return tuple(prod(shard.shape) * width(name, shard.shape) for name, shard in shards.items())
 
-
-# Tests: tests/plan/test_activations.py against measured memory, tests/rehearsal/test_peaks.py on a fake
-# device.
 
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of one model at one tensor-parallel size. Bytes per token, except `head_fixed`: bytes.
+    """Activations of a tensor-parallel rank, bytes per token (`head_fixed`: bytes).
 
-    layer        kept by a layer, with the configured recomputation
-    one_layer    kept by a layer without recomputation
+    layer        kept by a layer, as configured
+    one_layer    the same, without recomputation
     work         scratch memory of a layer's backward pass
     hidden       sent to the next stage
-    head         peak of the last stage's head
-    head_fixed   its part that does not grow with tokens
-    forward      peak in a layer without gradients
-    moved        written by norms, attention and activation functions of a layer
-    recomputed   with recompute=full: recomputed layers of a rank; None: all
+    head         peak of the head
+    head_fixed   independent of tokens
+    forward      peak of a layer without gradients
+    moved        written by a layer's norms, attention and activation functions
+    recomputed   with recompute=full: a rank's recomputed layers; None: all
     selected     with recompute=selective: recomputed in a layer's backward pass
-    dense        of the first layers, without experts; None: all are the same"""
+    dense        first layers, without experts; None: all are equal"""
 
     layer: float
     one_layer: float
@@ -307,18 +304,18 @@ class Activations:
     ) -> float:
         """Return a stage's peak bytes in forward and backward passes.
 
-        in_flight: micro-batches of `tokens` whose backward pass is still to come
-        outputs: hidden states kept for other stages
-        dense: number of first layers without experts"""
+        in_flight: micro-batches of `tokens` that await their backward pass
+        outputs: see `count_kept_outputs`
+        dense: layers without experts"""
         full = self.recompute == "full"
-        # whole: the highest layers, not recomputed; lowest: recomputed layers without experts
+        # whole: highest layers, not recomputed; lowest: recomputed layers without experts
         whole = layers - min(layers, self.recomputed or layers) if full else 0
         first, others = self.dense or self, self
         lowest = min(dense, layers - whole)
         kept = first.layer * lowest + first.one_layer * (dense - lowest)
         kept += others.layer * (layers - whole - lowest) + others.one_layer * (whole - dense + lowest)
         kept = tokens * (kept * in_flight + self.hidden * outputs)
-        # Backward frees the highest layers first, which makes room to recompute a lower one.
+        # Backward frees the highest layers first: room to recompute a lower one.
         again, kinds = full and not whole, [first] * (dense > 0) + [others] * (dense < layers)
         inside = tokens * max((k.one_layer if again else k.selected) + k.work for k in kinds)
         return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
@@ -329,7 +326,7 @@ class Activations:
 
 
 def max_share(sizes: Sequence[int], ranks: int) -> int:
-    """Return a rank's largest total if items go, largest first, to the emptiest rank (Megatron's Muon)."""
+    """Divide like Megatron's Muon: largest first, to the emptiest rank. Return the largest total."""
     loads = [0] * ranks
     for size in sorted(sizes, reverse=True):
         heapreplace(loads, loads[0] + size)
@@ -337,19 +334,19 @@ def max_share(sizes: Sequence[int], ranks: int) -> int:
 
 
 def count_in_flight(layout: Layout, stage: int) -> float:
-    """Count the most micro-batches whose activations a stage keeps: arXiv 2104.04473, section 2.2."""
+    """Count the most micro-batches that a stage keeps: arXiv 2104.04473, section 2.2."""
     later = layout.pp - stage - 1
     if layout.vpp == 1:
         return later + 1
-    # Megatron's warm-up (schedules.py:get_pp_rank_microbatches), and one forward before the first backward.
+    # Megatron's warm-up (get_pp_rank_microbatches), and one forward.
     return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def count_kept_outputs(layout: Layout, in_flight: float, last: bool) -> float:
     """Count the hidden states that a stage keeps for other stages.
 
-    With virtual stages Megatron keeps each chunk's output, except the model's last, until its backward pass.
-    Messages also arrive early: about pp micro-batches in each direction, as measured at pp 2."""
+    With virtual stages Megatron keeps each chunk's output, except the last, until its backward pass. About
+    pp micro-batches arrive early in each direction (measured at pp 2)."""
     return in_flight * layout.vpp - last + 2 * layout.pp if layout.vpp > 1 else 0.0
 
 
@@ -358,9 +355,7 @@ class Passes:
     """How a rank computes passes of a model.
 
     chunk        vocabulary entries whose logits exist at once
-    layers       their kind: "portable" or "te"
-    recomputed   layers of a rank with model.recompute_layers
-    router       dtype of a mixture's router"""
+    recomputed   a rank's layers by model.recompute_layers"""
 
     tp: int
     chunk: int
@@ -380,11 +375,11 @@ class Passes:
 
 
 def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts: bool = True) -> Activations:
-    """Count a model's activations for each token of a context-parallel rank."""
+    """Count activations for each token of a context-parallel rank."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
     portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # f: MLP columns of a token; copies: elements that it sends to experts. A balanced rank receives as many.
+    # Per token. f: MLP columns; copies: elements sent to experts. A balanced rank receives equally many.
     experts = sizes.experts if has_experts else 0
     top_k = shape.config["num_experts_per_tok"] if experts else 0
     f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
@@ -394,20 +389,19 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     linear = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
     mlp += b * copies  # sorted input of the experts
-    if experts:  # the router's scores, and its choice: a byte for each expert
+    if experts:  # the router's scores, and a byte each for its choice
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
     mixed = attention + linear * (delta - attention)
     one_layer = norms + mixed + mlp
-    # Written but not kept: q and k before rotation, sums of the residual.
+    # Written but not kept: unrotated q and k, residual sums.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
     if fp8:
-        # FP8 products keep their input as one byte an element, routers theirs in bf16. Attention keeps its
-        # output in bf16, and again in FP8 as the projection's input.
+        # FP8 products keep inputs at one byte an element, routers in bf16. Attention keeps its output in
+        # bf16, and in FP8 as the projection's input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
-    # Recomputed attention keeps unpadded q, k, v. Transformer Engine's projection keeps the output. Linear
-    # attention is not recomputed.
+    # Recomputed softmax attention keeps unpadded q, k, v; Transformer Engine's projection keeps the output.
     attention_again = -FP32 * (sizes.heads / tp)
     if portable:
         attention_again += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
@@ -415,12 +409,12 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         attention_again -= b * q
     gathered_keys = passes.cp > 1 and portable
     if gathered_keys:
-        # Attention over gathered keys is always recomputed. Norms of q and k keep the tensor of q, k and v.
+        # Always recomputed. QK norms keep the q, k, v tensor.
         norms_keep_qkv = family.has("k_layernorm.weight")
         one_layer += (1 - linear) * (attention_again - (b * (q + kv) if norms_keep_qkv else 0.0))
         moved = one_layer - b * copies
-    # A recomputed MLP keeps its input. Portable layers keep the normalised one, Transformer Engine's fused
-    # layer the one before its norm. In FP8 the inputs of both products take one byte an element.
+    # A recomputed MLP keeps its input: portable layers the normalised one, Transformer Engine's fused layer
+    # the one before the norm. In FP8 both products' inputs take one byte an element.
     selected = 0.0
     if "mlp" in modules:
         selected = mlp + (0.0 if portable else b * h + FP32) - (b - 1) * (h + f) * fp8
@@ -431,7 +425,7 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     head, fixed = _head(shape, passes, critic)
     if recompute != "selective":
         selected = 0.0
-    if recompute == "full" and linear:  # count the larger kind of layer
+    if recompute == "full" and linear:  # larger kind of layer
         one_layer += max(attention, delta) - mixed
     found = (
         layer,
@@ -456,20 +450,19 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
     h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
     q, kv = sizes.q / tp, 2 * sizes.kv / tp
     if passes.is_portable:
-        # Twice: input, normalised input (both float32), output.
+        # Twice: input and normalised input (float32), output.
         norms = 2 * (2 * FP32 * h + b * h) + 2 * FP32
-        # Padded q, k, v; softmax sums; output, also the projection's input; cosine and sine for q and k.
+        # Padded q, k, v; softmax sums; output; q's and k's cosine and sine.
         attention = b * (2 * q + kv) + FP32 * heads + b * q + 4 * b * sizes.head_dim
-        mlp = 5 * b * f  # gate and up, silu, the up part again, their product
+        mlp = 5 * b * f  # gate and up, silu, up again, product
         qk_norms = b * (3 * q + 1.5 * kv + q + kv)
         output_norms = 2 * 2 * FP32 * h + 2 * FP32  # input, normalised input
     else:
         # Fused norm and linear, twice: input, output, statistics.
         norms = 2 * (2 * b * h + 2 * FP32)
-        # Rotated q and k, v; output, also the projection's input; softmax sums. Only norms keep unrotated q
-        # and k.
+        # Rotated q and k, v; output; softmax sums. Only norms keep unrotated q and k.
         attention = b * (q + kv) + b * q + FP32 * heads
-        mlp = 3 * b * f  # gate and up, their product
+        mlp = 3 * b * f  # gate and up, product
         qk_norms = b * (q + kv / 2)
         output_norms = 2 * b * h + 2 * FP32
     if family.is_latent:
@@ -478,7 +471,7 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
         attention += qk_norms
     if family.has("_bda.output_norm.weight"):
         norms += output_norms
-    if sizes.linear:  # ungated output, the gate's sigmoid, their product
+    if sizes.linear:  # ungated output, gate, product
         attention += (FP32 + b) * q
     return norms, attention, mlp
 
@@ -488,23 +481,23 @@ def _count_scratch(
 ) -> tuple[float, float]:
     """Count a layer's scratch memory: backward pass, forward pass without gradients.
 
-    f: MLP columns; copies: of a token for its experts; mlp, delta: kept by MLP and linear attention"""
+    mlp, delta: kept by MLP and linear attention"""
     sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
     h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
-    # Copies as sent, received and sorted; experts' outputs, single and combined; gradients.
+    # Copies sent, received, sorted; experts' outputs, also combined; gradients.
     work = b * (max(2 * f, 4 * copies) + h)
     if passes.is_portable:
         forward = b * (h + q + kv + 5 * max(f, copies))
-    else:  # fused: gate and up, their product, and sequence parallelism's gathered input
+    else:  # fused: gate and up, product, gathered input
         gathered = sizes.hidden if passes.sequence_parallel else 0
         forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
     if cp > 1:
-        # Attention's backward pass follows the MLP's. Portable layers have all context-parallel ranks' keys
-        # and values twice (gathered, by bucket), queries, outputs, and gradients of all these. Transformer
-        # Engine sends keys, values and their gradients from rank to rank, in buffers of one rank's share.
+        # Attention's backward pass follows the MLP's. Portable layers have all ranks' keys and values twice
+        # (gathered, by bucket), queries, outputs, and gradients. Transformer Engine passes keys, values and
+        # gradients from rank to rank.
         attended = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
         work = max(work, attended - mlp)
-    if sizes.linear:  # gradients of the chunked rule's matrices and inputs
+    if sizes.linear:  # gradients of the rule's matrices and inputs
         work = max(work, delta / 2 - mlp)
         forward = max(forward, delta / 2)
     return work, forward
@@ -515,10 +508,10 @@ def _latent_attention(shape: Shape, passes: Passes) -> float:
     q, out, heads = sizes.q / tp, sizes.out / tp, sizes.heads / tp
     latents, rotated = sizes.kv_rank + sizes.q_rank, sizes.latent - sizes.kv_rank
     if passes.is_portable:
-        # Padded q, k, v and output, all as wide as keys; softmax sums; the projection's input; cosine and
-        # sine; input, normalised input (both float32) and output of the latents' norms.
+        # q, k, v and output, padded to keys' width; the projection's input; cosine and sine; softmax sums;
+        # the latents' norms: input and normalised input (float32), output.
         return b * (4 * q + out + 4 * rotated) + FP32 * heads + (2 * FP32 + b) * latents / tp
-    # q, k and v as wide as keys; output; the projection's input; softmax sums; norms' inputs and outputs.
+    # The same, without cosine and sine; norms' inputs and outputs.
     return b * (4 * q + out) + FP32 * heads + 2 * b * latents / tp
 
 
@@ -527,22 +520,20 @@ def _delta_net(shape: Shape, tp: int) -> float:
     heads, values, channels = sizes.value_heads / tp, sizes.value / tp, sizes.mixed / tp
     keys = heads * sizes.key / sizes.key_heads
     # float32: five token-by-token matrices of a chunk; six versions of keys and queries; five of values; a
-    # state per chunk. Weights' type: the convolution's input, output, SiLU; the output before and after its
-    # norm.
+    # state per chunk. Weights' type: the convolution's input, output, SiLU; the output around its norm.
     float32 = FP32 * (5 * CHUNK * heads + 6 * keys + 5 * values + keys * sizes.value_dim / CHUNK)
     return float32 + b * (3 * channels + 4 * values)
 
 
 def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
-    """Count what the last stage's head and norm need: for each token, and fixed."""
+    """Count bytes of head and norm: per token, and fixed."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     h = sizes.hidden / (tp if passes.sequence_parallel else 1)
-    # Norms compute in float32, and keep the cast input.
+    # Norms keep their float32 input.
     norm = h * (3 * b + 2 * (FP32 - b))
     if critic:
         return norm + h * FP32 + FP32, 0.0
-    # A chunk's logits exist while the next chunk's are computed: logits and exponentials, then their
-    # gradient.
+    # A chunk's logits exist until the next chunk's are computed: logits and exponentials, then gradients.
     whole = sizes.hidden
     shard = padded_vocab(sizes.vocab, tp) // tp
     chunk, several = min(passes.chunk, shard), shard > passes.chunk
@@ -556,9 +547,8 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
 def fp8_bytes_per_param(recipe: str, device: Device) -> float:
     """Return the bytes of Transformer Engine's FP8 copies of a parameter.
 
-    It keeps a copy by rows, and one by columns for the input's gradient, each with scales (2.20:
-    Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor). With one scale per tensor, devices that need no
-    transposed copies keep only the first."""
+    It has a copy by rows, and one by columns for the input's gradient, with scales (2.20: Float8Tensor,
+    MXFP8Tensor, Float8BlockwiseQTensor). Per-tensor scaling needs only the first on some devices."""
     if recipe == "mxfp8":
         return 2 * (1 + 1 / 32)
     if recipe == "blockwise":
@@ -574,7 +564,7 @@ class Device:
     tflops        dense bf16
     memory_speed  GB/s
     host_speed    GB/s in one direction
-    transposes    FP8 products need transposed copies, as before Blackwell"""
+    transposes    FP8 products need transposed copies (before Blackwell)"""
 
     name: str
     memory: float
@@ -584,8 +574,7 @@ class Device:
     transposes: bool = True
 
 
-# Data sheets: H100 SXM5, H200 SXM, H800 SXM, H20 SXM, GB200 NVL72, A100 SXM4 80 GB. Memory as nvidia-smi
-# shows it.
+# Data sheets: SXM cards, GB200 NVL72, A100 80 GB. Memory as nvidia-smi shows it.
 DEVICES = {
     "H100": Device("H100", 79.2 * GIB, 989.0, 3350.0, 55.0),
     "H200": Device("H200", 139.8 * GIB, 989.0, 4800.0, 55.0),
@@ -597,9 +586,9 @@ DEVICES = {
 
 
 def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device:
-    """Return the GPU of `cluster`, by name, with the configuration's figures.
+    """Return the GPU of `cluster`, with configured figures. Raises ConfigError where some are missing.
 
-    measured: real memory, bytes. Raises ConfigError where figures are missing."""
+    measured: memory, bytes"""
     memory = None if cluster.gpu_memory is None else cluster.gpu_memory * GIB
     figures = {
         "gpu_memory": memory,

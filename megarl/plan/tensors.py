@@ -1,4 +1,4 @@
-"""Bytes of a model on one rank of a pipeline stage, which are equal on all its ranks."""
+"""Count a model's bytes on a rank of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
-    """Count a rank's parameters, with adapters. shape: of one of several teachers."""
+    """Count a rank's parameters and adapters. shape: of a teacher."""
     own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return own
@@ -38,10 +38,10 @@ def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> P
 
 
 def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False) -> float:
-    """Return the bytes of a tensor group, such as actor.weights.
+    """Count the bytes of a tensor group, such as actor.weights.
 
-    Of several critics or teachers, the largest counts: one is on the GPU at a time. With `every`, and if the
-    group is never offloaded, all count."""
+    Of several critics or teachers, the largest counts, as one is on the GPU at a time. All count with `every`
+    or if never offloaded."""
     model, _, part = name.partition(".")
     if model == "engine":
         if plan.config.rollout.capabilities.remote:
@@ -73,9 +73,9 @@ def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
 
 
 def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
-    """Return the bytes of a rank's optimizer state, and of float32 weights of a bfloat16 model.
+    """Count a rank's optimizer state, and float32 weights of a bfloat16 model.
 
-    Megatron shards them over data- and context-parallel ranks, an expert's over the ranks that hold it."""
+    Megatron shards them over data- and context-parallel ranks, experts' over their replicas."""
     layout, muon = plan.layout, count_muon_elements(plan, model, stage)
     trained = count_trained(plan, model, layout, stage)
     replicas = layout.dp * layout.cp
@@ -91,8 +91,8 @@ def _optimizer_bytes(plan: PlanInputs, model: str, stage: int) -> float:
 class MuonElements(NamedTuple):
     """Elements of a rank's matrices that Muon orthogonalises.
 
-    padding        of Megatron's buffers, in which a matrix is whole in one replica's share
-    largest_share  of the replica with the most"""
+    padding        of Megatron's buffers, so that each matrix is in one replica's share
+    largest_share  of a replica"""
 
     shared: int
     experts: int
@@ -108,7 +108,7 @@ def count_muon_elements(plan: PlanInputs, model: str, stage: int) -> MuonElement
 
 @lru_cache(maxsize=256)
 def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElements:
-    # Several buckets of overlapped messages are counted as one.
+    # Count several buckets as one.
     both = shape.matrices(layout, stage)
     ranks = layout.dp * layout.cp, layout.stage // layout.ep
     shares = [max_share(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
@@ -118,10 +118,10 @@ def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElemen
 
 
 def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
-    """Return Newton-Schulz's bytes for the largest matrix.
+    """Count Newton-Schulz's bytes for the largest matrix.
 
-    That is its tensor-parallel shards and the gathered matrix in float32, the normalised one, and two
-    iterates in the model's type."""
+    In float32: shards and gathered matrix (with tensor parallelism), normalised matrix. In the model's dtype:
+    two iterates."""
     if model not in plan.muon_models:
         return 0.0
     shape = plan.shape(model)
@@ -130,10 +130,10 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 
 
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
-    """Count the parameters of the largest bucket. Only a first stage with overlapped messages has several."""
+    """Count the largest bucket's parameters. Only a first stage with overlap has several."""
     parallel, layout = plan.config.parallel, plan.layout
     trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
-    # One virtual stage also has the embedding or the output layer.
+    # A virtual stage also has the embedding or output layer.
     whole = max(trained.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp)
     if stage or not plan.overlaps:
         return whole
@@ -142,10 +142,9 @@ def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
 
 
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
-    """Return the bytes to sum gradients over replicas: during the backward pass, and after it.
+    """Return bytes to sum gradients over replicas: during the backward pass, and after it.
 
-    bf16 buckets are received from every replica and summed in float32. The optimizer's step then reads its
-    share of the sums in float32."""
+    Every replica's bf16 buckets are summed in float32. The optimizer reads its share in float32."""
     if plan.gradient_size == FP32:
         return 0.0, 0.0
     layout = plan.layout
@@ -154,16 +153,16 @@ def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float,
     fewest = expert_replicas if trained.experts else replicas
     received = count_bucket_params(plan, model, stage) * (plan.gradient_size + FP32 / fewest)
     share = trained.shared / replicas + trained.experts / expert_replicas
-    # These buckets are complete while others are still in the backward pass.
+    # These buckets are complete before the backward pass ends.
     early = plan.overlaps and (stage == 0 or layout.vpp > 1)
     return received if early else 0.0, max(received, share * FP32)
 
 
 def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
-    """Return the bytes of Transformer Engine's cached FP8 copies of weights.
+    """Count the bytes of Transformer Engine's cached FP8 copies of weights.
 
-    The first pass after an update or an onload makes them; an offload frees them. forward_only: a pass
-    without gradients makes only rows."""
+    The first pass after an update or onload makes them; an offload frees them. forward_only: passes without
+    gradients make only rows."""
     fp8 = plan.config.model.fp8
     if not plan.in_fp8:
         return 0.0
@@ -175,7 +174,7 @@ def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bo
 def resident_bytes(
     plan: PlanInputs, groups: frozenset[str], stage: int, *, forward_only: bool = False
 ) -> dict[str, float]:
-    """Return the bytes of each tensor group, and of the FP8 copies of weights."""
+    """Count the bytes of tensor groups, and of FP8 copies."""
     parts = {name: group_bytes(plan, name, stage) for name in sorted(groups)}
     for model in sorted(name.removesuffix(".weights") for name in groups if name.endswith(".weights")):
         rows_only = forward_only and f"{model}.weights" not in plan.keep
@@ -190,4 +189,4 @@ def model_activations(plan: PlanInputs, model: str) -> Activations:
 
 @lru_cache(maxsize=256)
 def _activations(shape: Shape, passes: Passes, critic: bool) -> Activations:
-    return count_activations(shape, passes, critic=critic)  # all phases and stages ask for the same ones
+    return count_activations(shape, passes, critic=critic)

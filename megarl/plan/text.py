@@ -1,4 +1,4 @@
-"""Format a plan as sentences and tables, as `megarl plan` prints them."""
+"""Format a plan for `megarl plan`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLUMNS = (
     ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
     ("other", ("contexts",)),
 )
-# Layouts within this factor of the quickest are called as good: the estimate is not more precise.
+# A configuration within this factor of the best is called as good: estimates are no more precise.
 CLOSE = 1.02
 BALANCE = {
     "equal": "requests stay with the engine that they were given to",
@@ -45,7 +45,7 @@ SHOWN = 8
 
 
 def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Iterator[str]:
-    """Yield the lines of a plan, without other layouts. where: the source of the model's sizes."""
+    """Format a plan, without other layouts. where: source of the model's sizes."""
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
@@ -107,7 +107,7 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
 
 
 def describe_turns(lengths: Lengths) -> str:
-    """Describe windows or turns; "" for one turn without windows."""
+    """Describe windows or turns, if any."""
     if lengths.window:
         return f", at most {lengths.window:,} of them in a step"
     if lengths.turns == 1:
@@ -117,7 +117,7 @@ def describe_turns(lengths: Lengths) -> str:
 
 
 def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
-    """Yield the memory needs of a run on this machine's CPU. memory: bytes of the machine."""
+    """Format a run on this machine's CPU. memory: its bytes."""
     size = f"{plan.actor.parameters / 1e9:.3f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {plan.config.model.recompute}, portable layers"
     yield f"layout   {describe_layout(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
@@ -174,7 +174,7 @@ def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool 
 
 
 def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str]:
-    """Yield the overrides of the best layout, as a command and as YAML. Raises ConfigError if none fits."""
+    """Format the best layout's overrides, as command and YAML. Raises ConfigError if none fits."""
     quickest, now = pick_best(tried), current.estimate
     chosen = drop_unproven(tried, current.plan.config.parallel)
     found = pick_best(chosen) if any(one.estimate for one in chosen) else quickest
@@ -205,7 +205,7 @@ def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str
 def simulated(
     tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
 ) -> Iterator[str]:
-    """Yield a table of simulated splits, and timelines of the configuration's and the quickest."""
+    """Format simulated splits, and timelines of the configured and the quickest."""
     most = f"up to {lengths.longest:,}"
     mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
     yield f"lengths  {where}: {mean}, {most}{describe_turns(lengths)}"
@@ -240,7 +240,7 @@ def simulated(
 
 
 def _bars(tried: SimulatedSplit) -> Iterator[str]:
-    """Yield the last step as bars of letters: trainers, and the least, median and most waiting engine."""
+    """Format the last step as bars: trainers, and the least, median and most waiting engine."""
     timeline, width = tried.timeline, 72
     begin, end = timeline.ends[-2:]
     engines = sorted(

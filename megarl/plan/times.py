@@ -1,7 +1,4 @@
-"""Estimate the seconds of a step from data sheets and the shares of them that runs reach.
-
-The constants were fitted to some published step times, and tested on others (docs/planning.md).
-"""
+"""Estimate a step's seconds from data sheets and the shares that runs reach."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ from megarl.plan.engines import engine_weight_bytes, kv_cache_tokens, transferre
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.tensors import count_trained, group_bytes, model_activations
 
-# Fitted to the rows that docs/planning.md marks:
+# Fitted to published step times (docs/planning.md):
 MATMUL = 0.65  # of peak FLOP/s, wide matrices
-NARROW = 512  # columns or rows on a rank that reach half of that
+NARROW = 512  # columns or rows that reach half of it
 DECODE_STEP = 4e-3  # host seconds of a decoding step
-DECODE_SEQUENCE = 80e-6  # host seconds of each of its sequences
-DECODE_LAYER = 60e-6  # seconds of kernel launches of a decoding layer
-DISPATCH = 2e-3  # seconds until the host has each expert's token count
-# Speed in FP8, casts included, relative to bf16, as measured (docs/planning.md). Other recipes count as bf16.
+DECODE_SEQUENCE = 80e-6  # host seconds per sequence
+DECODE_LAYER = 60e-6  # seconds of a layer's kernel launches
+DISPATCH = 2e-3  # seconds until the host has experts' token counts
+# Measured against bf16, casts included (docs/planning.md). Other recipes count as bf16.
 FP8_SPEEDUP = {"tensorwise": 1.55, "delayed": 1.55}
 # Our estimates:
 READING = 0.75  # of the memory's speed
 PREFILL = 0.40  # of peak FLOP/s
 LINKS = 0.7  # of a link's speed
-MESSAGE = 15e-6  # seconds of latency of a message to all ranks of a node
+MESSAGE = 15e-6  # seconds of latency of a collective in a node
 KEPT_GROUPS = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
 
@@ -58,14 +55,14 @@ def split_into_windows(length: float, window: int) -> list[Window]:
 class Lengths:
     """Response lengths in tokens: log-normal, cut at the limit.
 
-    mean      of the sampled tokens, cut responses included
+    mean      of sampled tokens, after the cut
     longest   the limit
     prompt    mean of a prompt
     spread    sigma of the logarithm
-    turns     of a response, with equal parts of its tokens
-    observed  tokens of a tool or environment between two turns
-    idle      seconds that it works between two turns
-    window    tokens of a response that one step generates; 0: all"""
+    turns     equal parts of a response
+    observed  tokens of a tool or environment between turns
+    idle      seconds between turns
+    window    most tokens of a response in a step; 0: all"""
 
     mean: float
     longest: int
@@ -81,9 +78,7 @@ class Lengths:
         return (self.turns - 1) * self.observed
 
     def count_prefilled(self, *, cached: bool) -> float:
-        """Count the tokens that an engine prefills for a mean response.
-
-        cached: keeps keys and values between turns"""
+        """Count the prefilled tokens of a mean response. cached: the KV cache outlives a turn."""
         if cached:
             return self.prompt + self.all_observed
         added = self.mean / self.turns + self.observed
@@ -91,11 +86,11 @@ class Lengths:
 
     @cached_property
     def quantiles(self) -> tuple[float, ...]:
-        """Return the lengths at the middle of QUANTILES equal shares, shortest first."""
+        """Return QUANTILES equally frequent lengths, shortest first."""
         normal = NormalDist()
         shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
         low, high = 0.0, float(self.longest) * 100
-        for _ in range(60):  # bisect the scale: cut lengths must have the mean
+        for _ in range(60):  # bisect the scale for the mean after the cut
             middle = (low + high) / 2
             short = fmean(min(middle * s, self.longest) for s in shape) < self.mean
             low, high = (middle, high) if short else (low, middle)
@@ -103,12 +98,12 @@ class Lengths:
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """Return the windows of a long run's step, each response with n windows in n steps."""
+        """Return a long run's windows, equally frequent in a step."""
         return tuple(w for length in self.quantiles for w in split_into_windows(length, self.window))
 
     @cached_property
     def sequences(self) -> tuple[list[float], list[float]]:
-        """Return the lengths of a step's sequences, and of those that finish, equally frequent."""
+        """Return lengths of all sequences, and of those that finish."""
         context = self.prompt + self.all_observed
         lengths = [(window.length + context, window.is_last) for window in self.windows]
         return [length for length, _ in lengths], [length for length, is_last in lengths if is_last]
@@ -128,7 +123,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by part. tokens: of its sequences; asynchronous: rollout overlaps with training."""
+    """Seconds of a step by part. asynchronous: the rollout overlaps."""
 
     parts: dict[str, float]
     tokens: float
@@ -148,8 +143,7 @@ class Estimate:
 def default_lengths(plan: PlanInputs) -> Lengths:
     """Assume a third of the limit for responses, a quarter for prompts.
 
-    Episodes have a quarter of their possible turns, observations a third of their room, tool calls a
-    second."""
+    Episodes have a quarter of their turns, a third of observations' room, a second per tool call."""
     rollout, prompt = plan.config.rollout, plan.config.data.max_prompt_tokens / 4
     longest = rollout.max_response_tokens
     lengths = Lengths(longest / 3, longest, prompt, window=rollout.window or 0)
@@ -161,7 +155,7 @@ def default_lengths(plan: PlanInputs) -> Lengths:
 
 
 def replace_deviation(lengths: Lengths, deviation: float) -> Lengths:
-    """Return lengths with this standard deviation before the cut."""
+    """Set the standard deviation before the cut."""
     return replace(lengths, spread=math.sqrt(math.log(1 + (deviation / lengths.mean) ** 2)))
 
 
@@ -191,12 +185,12 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     critics = config.critic.count if is_critic else 1  # one after the other
     epochs = updates = 1
     if update:
-        tokens /= critics  # each learns from its own part
+        tokens /= critics  # each learns from its part
         settings = config.critic if is_critic else config.update
         size = (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
         epochs = settings.epochs if config.has_engine else 1
         updates = max(1, config.responses // size)
-    # Each optimizer step fills and drains the pipeline, and waits for the replica with an overlong sequence.
+    # Each optimizer step drains the pipeline, and waits for the replica with the longest sequence.
     share = tokens / updates / layout.dp
     uneven = max(1.0, max(sequences) / share)
     # All stages wait for the largest micro-batch.
@@ -215,14 +209,14 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
 
 
 def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: float) -> float:
-    """Add messages of `count` optimizer steps, which do not overlap, and Muon's products."""
+    """Add optimizer steps' messages, which do not overlap, and Muon's products."""
     layout, cluster, shape = plan.layout, plan.config.cluster, plan.shape(model)
     replicas = layout.dp * layout.cp
     link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
     params = max(count_trained(plan, model, layout, stage).all for stage in plan.stages)
     sent = params * (plan.gradient_size + shape.itemsize) * (replicas - 1) / replicas
     total += count * sent / (link * 1e9 * LINKS)
-    if model in plan.muon_models:  # replicas share matrices; tensor-parallel ranks repeat the work
+    if model in plan.muon_models:  # tensor-parallel ranks repeat the work
         flops = max(shape.muon_flops(layout, stage) for stage in plan.stages) / replicas
         flops *= plan.optimizer(model).muon.steps
         total += count * flops / (plan.device.tflops * 1e12 * MATMUL)
@@ -230,9 +224,7 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 
 
 def _transfer_seconds(plan: PlanInputs) -> float:
-    """Return the seconds of a weight transfer.
-
-    A GPU gets its shard from its own node if that has the whole model; separate ranks from another node."""
+    """Estimate a weight transfer. It stays in a node that has the model, or (disaggregated) all ranks."""
     layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
     link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
@@ -240,14 +232,14 @@ def _transfer_seconds(plan: PlanInputs) -> float:
 
 
 def _offloaded_bytes(plan: PlanInputs) -> float:
-    """Return the bytes that a GPU copies in a step. Engines and gradients come back empty."""
+    """Count a GPU's copied bytes in a step. Engines and gradients return empty."""
     copied = 0.0
     sets = [resident | plan.keep for resident in plan.residents]
     for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
         for name in sorted(before ^ after):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
                 copied += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
-        # Of several critics, a phase ends with the last on the GPU, and the next starts with the first.
+        # A phase ends with the last critic on the GPU, the next starts with the first.
         for name in sorted((before & after) - plan.keep) if plan.config.critic.count > 1 else ():
             if name.startswith("critic."):
                 copied += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
@@ -259,13 +251,13 @@ def _matmul_seconds(*shapes: tuple[float, float], speed: float) -> float:
 
 
 def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tuple[float, float, float]:
-    """Return a token's forward seconds in a mean layer: all products, dense MLPs', attention's scores."""
+    """Return a token's forward seconds in a mean layer: products, dense MLPs', attention scores."""
     shape, tp = plan.shape(model), plan.layout.tp
     sizes, h, fp8 = shape.sizes, shape.sizes.hidden, plan.config.model.fp8
     peak = plan.device.tflops * 1e12 * MATMUL
     in_fp8 = plan.in_fp8 * (1 - 2 * fp8.first_last_layers_bf16 / sizes.layers)
     speed = peak / (1 - in_fp8 + in_fp8 / FP8_SPEEDUP.get(fp8.recipe, 1.0))
-    # Tensor parallelism divides a matrix's longer side, or the tokens of a product to latents.
+    # Tensor parallelism divides the side other than h, or tokens of products to latents.
     matrices = ((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)
     matmul, mlp = _matmul_seconds(*matrices, speed=speed), 0.0
     linear = len(sizes.linear) / sizes.layers
@@ -275,7 +267,7 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
         matmul = (1 - linear) * matmul + linear * linear_seconds
     dense = sizes.dense / sizes.layers if sizes.experts else 1.0
     if sizes.experts:
-        # Experts are whole: each tensor-parallel rank sends its part of the tokens.
+        # Experts are whole: tensor parallelism divides their tokens.
         top_k, shared = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
         shared_seconds = _matmul_seconds((h, 2 * shared), (shared, h), speed=speed) if shared else 0.0
@@ -283,16 +275,14 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     if dense:
         mlp = dense * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
-    # Causal attention sees half of a sequence; long sequences have more of the tokens.
+    # Causal attention sees half of a sequence. Long ones have more tokens.
     context = fmean(length**2 for length in sequences) / fmean(sequences)
     attention = (1 - linear) * context * (sizes.q + sizes.out) / tp / peak
     return matmul, mlp, attention
 
 
 def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]:
-    """Return the seconds of a token's messages in one pass.
-
-    These are a layer's, tensor parallelism's in it, and a rank's between pipeline stages."""
+    """Return a token's message seconds: in a layer, of its tensor parallelism, between stages."""
     shape, layout, cluster = plan.shape(model), plan.layout, plan.config.cluster
     sizes, h, b, tp, cp = shape.sizes, shape.sizes.hidden, shape.itemsize, layout.tp, layout.cp
     node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
@@ -300,12 +290,12 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
     def link(ranks: int) -> float:
         return node if ranks <= cluster.gpus_per_node else network
 
-    # A layer gathers and scatters the hidden states twice.
+    # Hidden states are gathered and scattered twice.
     layer = tensor = 4 * h * b * (tp - 1) / tp / link(tp)
-    # Keys and values of the other context-parallel ranks.
+    # Other context-parallel ranks' keys and values.
     layer += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
     if sizes.experts and layout.ep > 1:
-        # Copies go to the experts and back, by the network if on other nodes.
+        # Copies to experts and back, by network to other nodes.
         copies = 2 * shape.config["num_experts_per_tok"] * h * b / tp
         inside = min(layout.ep, cluster.gpus_per_node)
         layer += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
@@ -314,7 +304,7 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
 
 
 def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[float]) -> float:
-    """Return a rank's seconds for one token of its replica's share, in the fullest stage."""
+    """Return a rank's seconds per token of its replica."""
     config, layout, shape = plan.config, plan.layout, plan.shape(model)
     sizes = shape.sizes
     matmul, mlp, attention = _layer_seconds(plan, model, sequences)
@@ -332,10 +322,10 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
         if config.model.recompute == "selective":
             modules = config.model.recompute_modules
             selected = attention * ("attention" in modules)
-            # Half of a layer's tensor-parallel messages belong to its MLP.
+            # Half of the tensor-parallel messages are the MLP's.
             selected += (mlp + tensor_messages / 2 + read * kept.selected) * ("mlp" in modules)
-        head *= 4 / 3  # the backward pass computes the logits again
-    # What a layer keeps is written and read again.
+        head *= 4 / 3  # backward recomputes the logits
+    # `moved` bytes are written and read.
     dense = sizes.dense / sizes.layers if sizes.experts else 1.0
     moved = kept.moved if kept.dense is None else (1 - dense) * kept.moved + dense * kept.dense.moved
     body = (passes + recomputed) * (matmul + attention + layer_messages + read * moved) + selected
@@ -343,7 +333,7 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
 
 
 def _micro_batch_seconds(plan: PlanInputs, model: str, update: bool) -> float:
-    """Return a micro-batch's fixed seconds: weights, gradients, waits of tensor-parallel ranks."""
+    """Return a micro-batch's fixed seconds: weights, gradients, waits."""
     shape, layout = plan.shape(model), plan.layout
     params = shape.count_params(layout, 0, critic=model == "critic").all
     passes = 3 if update else 1
@@ -355,16 +345,16 @@ def _micro_batch_seconds(plan: PlanInputs, model: str, update: bool) -> float:
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Seconds of the parts of an engine's decoding step.
+    """Seconds of an engine's decoding step.
 
     fixed        of each step
-    sequence     of each response in it
-    weights      to read the weights that every token needs
+    sequence     of each response
+    weights      to read what every token needs
     experts      to read all experts
-    cached       to read one token's keys and values
-    compute      of one token's matrix products
-    unrouted     share of experts to which a token is not routed (no seconds)
-    prefill      of one prompt token"""
+    cached       to read a token's keys and values
+    compute      of a token's products
+    unrouted     share of experts that a token skips
+    prefill      of a prompt token"""
 
     fixed: float
     sequence: float
@@ -376,7 +366,7 @@ class DecodeCost:
     prefill: float
 
     def step(self, count: float, tokens: float) -> float:
-        """Return a step's seconds. It reads the experts of all its responses."""
+        """Return a step's seconds. Experts are read once."""
         read = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
         return max(read, count * self.compute) + self.fixed + count * self.sequence
 
@@ -400,9 +390,7 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
-    """Return how many mean responses an engine decodes at once.
-
-    Those that wait for a tool do not count: they are evicted if there is no room."""
+    """Count mean responses decoded at once, without those that wait for a tool."""
     fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
     return max(1, min(fitting, plan.config.rollout.max_batch))
 
@@ -417,23 +405,21 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     each = max(1, round(sampled / max(1, plan.engines(ranks))))
     at_once = min(decode_batch_size(plan, lengths), each)
     cost, cached = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
-    # Prefixes are prefilled again with new weights.
+    # With new weights, prefixes are prefilled again.
     prefilled = lengths.count_prefilled(cached=cached) + lengths.mean_prefix
     return _decode_seconds(cost, each, at_once, lengths) + each * prefilled * cost.prefill
 
 
 @lru_cache(maxsize=256)
 def _decode_seconds(cost: DecodeCost, each: int, at_once: int, lengths: Lengths) -> float:
-    """Return an engine's seconds for `each` responses, `at_once` of them at a time.
-
-    Responses that return from a tool go before new ones."""
+    """Simulate `each` responses, `at_once` at a time. Those back from a tool go first."""
     sampled, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
     cached = mean_cached_tokens(lengths)
-    # A stride coprime to their number keeps lengths equally frequent, and spreads out the longest.
+    # A coprime stride keeps lengths equally frequent, and spreads the longest.
     stride = next(n for n in range(37, 37 + len(sampled)) if math.gcd(n, len(sampled)) == 1)
     waiting = [(sampled[(i * stride) % len(sampled)] / turns, turns) for i in range(each)]
-    running: list[tuple[float, float, int]] = []  # last decoding step of a turn, its tokens, turns left
-    calling: list[tuple[float, float, int]] = []  # seconds at the end of a tool call, tokens, turns left
+    running: list[tuple[float, float, int]] = []  # a turn's last step and tokens, turns left
+    calling: list[tuple[float, float, int]] = []  # end of a tool call, tokens, turns left
     step = seconds = 0.0
     while waiting or running or calling:
         while calling and calling[0][0] <= seconds:

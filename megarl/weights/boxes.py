@@ -1,4 +1,4 @@
-"""Boxes (rectangular parts of tensors), and tensors packed into parts. Imports without torch."""
+"""Boxes: rectangular parts of tensors. Imports without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.weights.families import Shape
 if TYPE_CHECKING:
     from torch import Tensor
 
-Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
+Box = tuple[tuple[int, int], ...]  # (start, stop) by dimension
 
 
 def full_box(shape: Shape) -> Box:
@@ -42,7 +42,7 @@ def view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def pack(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
-    """Divide tensors, in order, into parts of at most `limit` bytes, or of one larger tensor."""
+    """Divide tensors, in order, into parts of at most `limit` bytes, or one larger tensor."""
     parts: list[list[str]] = []
     used = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""The tables of model families: which Hugging Face tensors make up each Megatron parameter.
+"""Tables of model families: the Hugging Face tensors in each Megatron parameter.
 
 Imports without torch."""
 
@@ -19,17 +19,17 @@ from megarl.config.schema import LoraConfig, OptimizerConfig
 T = TypeVar("T")
 Shape = tuple[int, ...]
 
-# A tensor-parallel rank's part of a Megatron tensor. Experts are never cut.
+# A tensor-parallel rank's part of a tensor. Experts are never cut.
 #   column      rows of each Hugging Face tensor, stacked (gate over up)
-#   halves      rows of both halves of one Hugging Face tensor, stacked
-#   qkv         by query group: queries, key, value. Linear attention, by key head: query, key, values, ...
+#   halves      the same for gate and up in one Hugging Face tensor
+#   qkv         by query group: queries, key, value. Linear attention: by key head
 #   row         columns
-#   vocabulary  rows, padded with zeros to a multiple of the number of ranks
+#   vocabulary  rows, padded with zeros to a multiple of the ranks
 Operation = Literal["replicated", "column", "halves", "qkv", "row", "vocabulary"]
 # (Megatron's name, operation, "NAME: DIMENSIONS", ...)
 Row = tuple[str, Operation, *tuple[str, ...]]
 
-# Larger than any real model. A malformed config.json must not exhaust the memory.
+# A malformed config.json must not exhaust memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**24, 10_000, 4096
 # transformers 5 writes the second key for Qwen3.
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -37,7 +37,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model. A table may name its integer fields as dimensions."""
+    """Sizes of a model. Tables name its integer fields as dimensions."""
 
     layers: int
     hidden: int
@@ -46,35 +46,35 @@ class Sizes:
     head_dim: int
     ffn: int
     vocab: int
-    q: int  # heads * head_dim
-    kv: int  # kv_heads * head_dim
-    experts: int = 0  # 0: a dense model
+    q: int
+    kv: int
+    experts: int = 0  # 0: dense model
     expert_ffn: int = 0
     shared_ffn: int = 0  # all shared experts together
-    dense: int = 0  # dense layers before the mixtures of experts
-    gate_up: int = 0  # 2 * ffn
+    dense: int = 0  # leading dense layers of a mixture
+    gate_up: int = 0
     out: int = 0  # heads * width of a value
-    q_rank: int = 0  # multi-latent attention: the query latent; 0: queries have none
-    kv_rank: int = 0  # the key/value latent
-    latent: int = 0  # kv_rank and the rotated part of the key
+    q_rank: int = 0  # multi-latent attention: query latent; 0: none
+    kv_rank: int = 0  # key/value latent
+    latent: int = 0  # kv_rank + rotated part of the key
     kv_up: int = 0
     rank: int = 0  # of LoRA adapters
     one: int = 1
-    gated_q: int = 0  # queries with gates: 2 * q
+    gated_q: int = 0  # with gates
     linear: frozenset[int] = frozenset()  # layers with linear attention
     key_heads: int = 0
     value_heads: int = 0
     value_dim: int = 0  # of one head
     key: int = 0  # of all heads
     value: int = 0  # of all heads
-    conv: int = 0  # width of the convolution over tokens
-    mixed: int = 0  # queries, keys and values: 2 * key + value
-    qkvz: int = 0  # mixed and gates, by key head: mixed + value
-    ba: int = 0  # beta and alpha, by key head: 2 * value_heads
+    conv: int = 0  # kernel size of the convolution
+    mixed: int = 0  # queries, keys and values
+    qkvz: int = 0  # mixed and gates, by key head
+    ba: int = 0  # beta and alpha, by key head
 
     @staticmethod
     def from_config(hf_config: Mapping[str, Any]) -> Sizes:
-        """Read config.json. Raises CheckpointError that names the first invalid key."""
+        """Read config.json. Raises CheckpointError with the first invalid key."""
         get = partial(_get_size, hf_config)
         heads, hidden = get("num_attention_heads"), get("hidden_size")
         kv_heads = get("num_key_value_heads", heads)
@@ -118,7 +118,7 @@ class Sizes:
         )
 
     def shape(self, dims: str) -> Shape:
-        """Resolve a table's dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
+        """Resolve dimensions: `"q hidden"` -> (heads * head_dim, hidden)."""
         return tuple(getattr(self, dim) for dim in dims.split())
 
     def has(self, pair: Pair, layer: int) -> bool:
@@ -140,7 +140,7 @@ class Sizes:
 def _get_size(
     hf_config: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1
 ) -> int:
-    """Return an integer from `least` to `most`, else raise CheckpointError."""
+    """Return an integer from `least` to `most`, or raise CheckpointError."""
     value = hf_config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -151,7 +151,7 @@ def _get_size(
 
 
 def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, dict[str, Any]]:
-    """Return the width of a query head, and further sizes."""
+    """Return head_dim and further sizes."""
     get = partial(_get_size, hf_config)
     rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
     unrotated = get("qk_nope_head_dim")
@@ -188,14 +188,14 @@ def _get_linear_sizes(hf_config: Mapping[str, Any], layers: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class Pair:
-    """A Megatron parameter and the (name, dimensions) of the Hugging Face tensors in it.
+    """A Megatron parameter and the (name, dimensions) of its Hugging Face tensors.
 
-    `{l}` and `{e}` are indices of layer and expert: global in Hugging Face names, per rank in Megatron's.
+    `{l}` and `{e}` are layer and expert: global in Hugging Face names, per rank in Megatron's.
 
-    switch   key of config.json that removes the parameter if null or false ("not KEY": if anything else)
-    kind     layers that have the parameter
-    unfused  a norm that Transformer Engine does not fuse into the next linear in this family
-    float32  where the tensor is float32 for any dtype of the model"""
+    switch   config key that removes it if null or false ("not KEY": if anything else)
+    kind     layers that have it
+    unfused  a norm that Transformer Engine does not fuse into the next linear
+    float32  where it is float32 whatever the model's dtype"""
 
     megatron: str
     operation: Operation
@@ -211,7 +211,7 @@ class Pair:
 
 
 def _rows(megatron: str, hf: str, *rows: Row) -> tuple[Pair, ...]:
-    """megatron, hf: the module's names within a layer, each ending in a dot."""
+    """megatron, hf: the module's names in a layer, ending in a dot."""
     pairs = []
     for name, operation, *tensors in rows:
         split = (text.split(": ") for text in tensors)
@@ -250,7 +250,7 @@ EMBEDDED = ("model.embed_tokens.weight", "vocab hidden")
 EMBEDDING = Pair("embedding.word_embeddings.weight", "vocabulary", (EMBEDDED,))
 FINAL_NORM = Pair("decoder.final_layernorm.weight", "replicated", (("model.norm.weight", "hidden"),))
 OUTPUT = Pair("output_layer.weight", "vocabulary", (("lm_head.weight", "vocab hidden"),))
-# With tied embeddings and several pipeline stages, the last stage has a copy of the embedding.
+# With tied embeddings, the last of several stages copies the embedding.
 TIED_OUTPUT = Pair("output_layer.weight", "vocabulary", (EMBEDDED,))
 VALUE_HEAD = Pair("value_head.weight", "replicated", (("score.weight", "one hidden"),))
 
@@ -288,24 +288,23 @@ FUSED_DENSE_LAYER = (
     *_layer(("mlp.linear_fc1.weight", "halves", "mlp.gate_up_proj.weight: gate_up hidden")),
     DENSE_MLP[1],
 )
-# "Sandwich norms" of the outputs of attention and MLP, named after Megatron's bias-dropout-add (bda).
+# Output norms, named after Megatron's bias-dropout-add (bda).
 OUTPUT_NORMS = _layer(
     ("self_attn_bda.output_norm.weight", "replicated", "post_self_attn_layernorm.weight: hidden"),
     ("mlp_bda.output_norm.weight", "replicated", "post_mlp_layernorm.weight: hidden"),
 )
-# Named as in Megatron's SequentialMLP. `get_table_name` translates the names of TEGroupedMLP.
+# Named as in SequentialMLP. `get_table_name` translates TEGroupedMLP's names.
 EXPERTS = (
     *_layer(("mlp.router.weight", "replicated", "mlp.gate.weight: experts hidden")),
     *_describe_mlp("mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", "expert_ffn"),
 )
-# A shared expert with a sigmoid gate.
 GATED_SHARED_EXPERT = (
     *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
     *_layer(
         ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
     ),
 )
-# Selects experts, but does not weight them. It is never trained.
+# Selects experts without weighting them. Never trained.
 (EXPERT_BIAS,) = _replace_each(
     _layer(("mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias: experts")),
     kind="mixture",
@@ -320,10 +319,8 @@ DENSE_THEN_MIXTURES = (
 )
 # Concatenated sections.
 SECTIONS = {"gate_up": ("ffn", "ffn"), "mixed": ("key", "key", "value")}
-# Attention with a sigmoid gate.
 GATED_ATTENTION = (*_describe_attention("gated_q"), *QK_NORMS)
-# The gated delta net (arXiv 2412.06464) of model/portable.py, with projections to queries, keys and values;
-# beta; alpha; and the gate of the output.
+# Gated DeltaNet (arXiv 2412.06464). b: beta; a: alpha; z: output gate.
 DELTA_NET = _delta_net(
     (
         "in_proj.weight",
@@ -339,7 +336,7 @@ DELTA_NET = _delta_net(
     ("out_norm.weight", "replicated", "norm.weight: value_dim"),
     ("out_proj.weight", "row", "out_proj.weight: hidden value"),
 )
-# Qwen3-Next's files have two input projections, whose rows are in the order of the key heads.
+# Qwen3-Next's files have two input projections, ordered by key head.
 FUSED_DELTA_NET = (
     *_delta_net(
         ("in_proj.weight", "qkv", "in_proj_qkvz.weight: qkvz hidden", "in_proj_ba.weight: ba hidden"),
@@ -362,14 +359,14 @@ def _describe_hybrid(delta_net: tuple[Pair, ...]) -> tuple[Pair, ...]:
 class Family:
     """A model family.
 
-    model_type, prefix  as in config.json ("qwen2", "Qwen2ForCausalLM")
-    requires            config keys that must be absent, null or of this value
-    rotary_pairs        rotary embeddings rotate neighbouring numbers of a head, not one of each half
+    prefix              of architectures, such as "Qwen2"
+    requires            config keys and values, unless absent or null
+    rotary_pairs        rotations pair neighbours, not halves of a head
     partial_rotary      `partial_rotary_factor` may be below 1
-    sglang_unties       SGLang has a separate output layer even with tied embeddings
-    sglang_flat         SGLang's names of attention matrices lack `self_attn`
+    sglang_unties       SGLang has an output layer despite tied embeddings
+    sglang_flat         SGLang's attention names lack `self_attn`
     zero_centred        norms scale by 1 + weight, except those of linear attention
-    other_heads         further accepted architectures"""
+    other_heads         further architectures"""
 
     model_type: str
     prefix: str
@@ -383,7 +380,7 @@ class Family:
     other_heads: tuple[str, ...] = ()
 
     def has(self, parameter: str) -> bool:
-        """Return whether a Megatron parameter's name in its layers ends with `parameter`."""
+        """Return whether a layer has a parameter with this ending."""
         return any(pair.megatron.endswith(parameter) for pair in self.layer)
 
     @cached_property
@@ -400,9 +397,9 @@ class Family:
 
 
 def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
-    """Return the LoRA adapters of a parameter: A [rank, in] and B [out, rank] of each matrix.
+    """Return a parameter's LoRA adapters: A [rank, in] and B [out, rank] of each matrix.
 
-    B is cut like the rows of the matrix, A like its columns. Whichever is not cut is replicated."""
+    B is cut like the matrix's rows, A like its columns; an uncut one is replicated."""
     halves: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
         *_, module, kind = name.split(".")
@@ -420,7 +417,7 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
 
 
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
-    """Return whether training never changes this parameter of global layer `layer`.
+    """Return whether training never changes a parameter of layer `layer`.
 
     Frozen attention includes the norm before it, which Transformer Engine fuses into the first matrix."""
     if pair == EXPERT_BIAS:
@@ -436,7 +433,7 @@ def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "auto")
-# Required keys. megarl/model/hf_config.py refuses types that cannot be built.
+# Required keys. model/hf_config.py refuses types that it cannot build.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -447,10 +444,10 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 ROPE_NUMBERS = ("rope_theta", *ROPE_NEEDS["llama3"], "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 
-# megarl/model/builder.py builds no others.
+# model/builder.py builds no others.
 SWIGLU = (("hidden_act", "silu"), ("use_sliding_window", False))
 HYBRID = (*SWIGLU, ("attention_bias", False), ("attn_output_gate", True), ("output_gate_type", "silu"))
-# Published models have no dense layers between their mixtures.
+# No published model has dense layers between mixtures.
 ALL_MIXTURES: tuple[tuple[str, Any], ...] = (("mlp_only_layers", []), ("decoder_sparse_step", 1))
 _hybrid_family = partial(Family, partial_rotary=True, sglang_flat=True, zero_centred=True)
 
@@ -466,12 +463,11 @@ FAMILIES = {
             (*SWIGLU, ("attention_bias", False), *ALL_MIXTURES),
         ),
         Family("llama", "Llama", DENSE_LAYER, (*SWIGLU, ("attention_bias", False), ("mlp_bias", False))),
-        # Mistral-7B-v0.1 and Ministral have sliding windows.
         Family("mistral", "Mistral", DENSE_LAYER, (*SWIGLU, ("sliding_window", None))),
         Family(
             "glm4",
             "Glm4",
-            # 9B has biases of q, k and v; 32B has none.
+            # 9B has these biases, 32B does not.
             (*FUSED_DENSE_LAYER, replace(QKV_BIAS, switch="attention_bias"), *OUTPUT_NORMS),
             SWIGLU,
             rotary_pairs=True,
@@ -486,7 +482,7 @@ FAMILIES = {
                 *_replace_each(QK_NORMS, switch="use_qk_norm"),
                 *DENSE_THEN_MIXTURES,
             ),
-            # Megatron's router always normalises sigmoid scores if several experts are selected.
+            # Megatron always normalises sigmoid scores of several experts.
             (*SWIGLU, ("norm_topk_prob", True)),
             partial_rotary=True,
             sglang_unties=True,
@@ -494,7 +490,7 @@ FAMILIES = {
         Family(
             "deepseek_v3",
             "DeepseekV3",
-            # SGLang keeps the weight of a router in the model's dtype.
+            # SGLang keeps router weights in the model's dtype.
             (
                 *LATENT_ATTENTION,
                 *(replace(p, float32="nowhere") if p.float32 == "sglang" else p for p in DENSE_THEN_MIXTURES),
@@ -520,7 +516,7 @@ FAMILIES = {
             "qwen3_5_moe_text",
             "Qwen3_5Moe",
             (*_describe_hybrid(DELTA_NET), *EXPERTS, *GATED_SHARED_EXPERT),
-            # transformers always normalises, and makes every layer a mixture.
+            # transformers always normalises, and has no dense layers.
             (*HYBRID, ("norm_topk_prob", True), *ALL_MIXTURES),
         ),
         _hybrid_family(
@@ -534,7 +530,7 @@ FAMILIES = {
 
 COMPOSITE = ("qwen3_5", "qwen3_5_moe")
 
-# Transformer Engine's layer spec fuses these norms into the linears that follow them.
+# Transformer Engine's spec fuses these norms into the next linears.
 TE_ALIASES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -542,7 +538,7 @@ TE_ALIASES = {
 
 
 def get_table_name(name: str) -> str:
-    """Return the table's name of a Megatron parameter, for any wrapper and layer spec."""
+    """Return a Megatron parameter's name in the tables, for any wrapper and layer spec."""
     name = re.sub(r"^(module\.)+", "", name)
     for alias, ours in TE_ALIASES.items():
         if name.endswith("." + alias):
@@ -557,14 +553,12 @@ def rename_to_table(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def model_weights(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Rename tensors to the table's names, without LoRA adapters."""
+    """Rename tensors like `rename_to_table`, without LoRA adapters."""
     return {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." not in name}
 
 
 def get_family(hf_config: Mapping[str, Any]) -> Family:
-    """Return the family of config.json, without the parameters that its switches remove.
-
-    Raises CheckpointError for an unknown model."""
+    """Return a model's family, without switched-off parameters. Raises CheckpointError if unknown."""
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if model_type in COMPOSITE:
@@ -598,9 +592,7 @@ def is_tied(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises CheckpointError that names the file and the first unsupported key.
-
-    transformers checks the keys that only affect its own model (megarl/model/hf_config.py)."""
+    """Read config.json. Raises CheckpointError with the file and the first unsupported key."""
     check_files(folder)
     hf_config = read_json(folder / "config.json", "no such file (a Hugging Face model folder is expected)")
     try:
@@ -665,7 +657,7 @@ def _check_rope(family: Family, sizes: Sizes, key: str, rope: Mapping[str, Any])
 
 
 def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
-    """Return the indices. Without `layer_types`, every `interval`-th layer has full attention."""
+    """Without `layer_types`, every `interval`-th layer has full attention."""
     kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if kinds is None:
         kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
@@ -702,10 +694,10 @@ def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
-    """Check the groups of experts, of which a router selects some before it selects experts.
+    """Check the groups of experts, among which a router selects first.
 
-    transformers and SGLang score a group by its two best experts, Megatron by its best
-    `num_experts_per_tok / topk_group` experts. So this quotient must be 2."""
+    transformers and SGLang score a group by its best two experts, Megatron by its best
+    `num_experts_per_tok / topk_group`, so this must be 2."""
     groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
     if not (_is_count(groups) and sizes.experts % groups == 0):
         raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")
@@ -728,7 +720,7 @@ def _is_full_attention(value: Any) -> bool:
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
 
 
-# Optional keys: (check, description, whether null is allowed).
+# Optional keys: (check, description, nullable).
 Check = tuple[Callable[[Any], bool], str, bool]
 _FLAG: Check = (lambda value: isinstance(value, bool), "true or false", False)
 _OBJECT: Check = (lambda value: isinstance(value, dict), "null or an object", True)

@@ -1,7 +1,7 @@
-"""Convert GGUF files (llama.cpp) to Hugging Face folders to train from.
+"""Convert GGUF files (llama.cpp) to Hugging Face folders.
 
-The package gguf dequantises, and transformers reads configuration and tokenizer. gguf's reader is slow and
-trusts any length, so the header is read here. transformers' own conversion holds the whole model in memory,
+The package gguf dequantises, transformers reads configuration and tokenizer. gguf's reader is slow and
+trusts any length, so the header is read here. transformers' conversion needs memory for the whole model,
 skips unknown tensors, drops Llama 3.1's rope scaling, and cannot be saved."""
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from megarl.weights.megatron import Conversion, Watch, ignore_progress, write_hf
 from megarl.weights.shards import hf_shapes
 from megarl.weights.tensor_files import tensor_error, write_json
 
-# By llama.cpp's architecture ("llama" includes Mistral). True: the two rows of q and k that a rotation
-# combines are adjacent, instead of separated by half a head.
+# By architecture ("llama" includes Mistral): whether rows of q and k that rotate together are adjacent, not
+# half a head away.
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
-ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the frequencies
+ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of frequencies
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)")
 
 
 MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 16, 1 << 20, 4
-MAX_ELEMENTS = 1 << 22  # of all arrays: three times a vocabulary of 256,000 with merges
+MAX_ELEMENTS = 1 << 22  # of all arrays: thrice a vocabulary of 256,000 with merges
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 
 
 class StoredTensor(NamedTuple):
-    """data: uint8 [..., bytes of a row]; shape: after dequantisation."""
+    """data: uint8 [..., row bytes]; shape: dequantised."""
 
     name: str
     shape: Shape
@@ -53,9 +53,7 @@ class StoredTensor(NamedTuple):
 class Header:
     """The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-    Raises ValueError for lengths, counts or offsets beyond the file, and for anything unknown.
-
-    values: by key, without arrays"""
+    Raises ValueError for anything beyond the file or unknown. values: without arrays"""
 
     def __init__(self, path: Path, gguf: Any) -> None:
         self._bytes: Any = np.memmap(path, np.uint8, "r")
@@ -94,7 +92,7 @@ class Header:
         return self._take(self._number("Q")).tobytes().decode("utf-8")
 
     def _value(self, kind: int) -> Any:
-        """Arrays are skipped: None."""
+        """Return None for arrays."""
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == TEXT:
@@ -126,9 +124,8 @@ class Header:
 class GGUFFile(ModelFolder):
     """A GGUF file of a family in `weights/families.py`.
 
-    Raises ConfigError if the package gguf is missing. Raises CheckpointError, naming file and tensor or key,
-    for a file that is damaged, split or unsupported, or whose tensors are missing, superfluous or of another
-    shape."""
+    Raises ConfigError without the package gguf, and CheckpointError for a damaged, split or unsupported file,
+    or tensors that do not match the model."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -163,7 +160,7 @@ class GGUFFile(ModelFolder):
         rows = torch.arange(*box[0])
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if heads := self._heads.get(kind):
-            # Row (half, i) of a Hugging Face head is row (i, half) here.
+            # A head's row (half, i) in Hugging Face is (i, half) here.
             half = self.shapes[name][0] // heads // 2
             head, rest = rows // (2 * half), rows % (2 * half)
             rows = head * 2 * half + rest % half * 2 + rest // half
@@ -191,7 +188,7 @@ class GGUFFile(ModelFolder):
         return self._header.values.get(key, default)
 
     def _known_architecture(self) -> str:
-        """Return the architecture. Raises CheckpointError if it is not supported."""
+        """Return the architecture, or raise CheckpointError if unsupported."""
         name = self._value("general.architecture")
         if name not in INTERLEAVED:
             known = ", ".join(INTERLEAVED)
@@ -210,7 +207,7 @@ class GGUFFile(ModelFolder):
         return name
 
     def _read_config(self) -> dict[str, Any]:
-        """Correct and check the config that transformers derives from the file."""
+        """Correct and check transformers' config."""
         from transformers import AutoConfig
 
         with self._convert_errors("configuration"):
@@ -241,7 +238,7 @@ class GGUFFile(ModelFolder):
     def _scaled_rope(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return llama3's rope parameters, which transformers ignores, if the file has factors.
 
-        The factors must follow from Llama 3.1's parameters: low 1, high 4, 8,192 positions."""
+        These must be Llama 3.1's."""
         factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
@@ -273,7 +270,7 @@ class GGUFFile(ModelFolder):
         }
 
     def _check_tensors(self, layers: int) -> dict[str, tuple[str, int | None]]:
-        """Return (name in the file, expert) by tensor."""
+        """Return (stored name, expert) by tensor."""
         arch = next(a for a, text in self._gguf.MODEL_ARCH_NAMES.items() if text == self.architecture)
         table = self._gguf.get_tensor_name_map(arch, layers)
         names: dict[str, tuple[str, int | None]] = {}
@@ -332,9 +329,9 @@ def gguf_to_hf(
 ) -> Conversion:
     """Convert a GGUF file to a Hugging Face folder with tokenizer and chat template.
 
-    Raises the errors of `GGUFFile`, and CheckpointError if `out` exists or cannot be written.
+    Raises `GGUFFile`'s errors, and CheckpointError if `out` exists or cannot be written.
 
-    dtype: of every tensor; verify: compare the written files with the source"""
+    dtype: of every tensor"""
     model = GGUFFile(source)
     kinds = dict.fromkeys(model.shapes, dtype)
     with TemporaryDirectory() as carried:

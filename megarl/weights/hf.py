@@ -1,4 +1,4 @@
-"""Read and write Hugging Face folders slice by slice. No rank ever holds the whole model."""
+"""Read and write Hugging Face folders by slices: no rank needs the whole model."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ from megarl.weights.tensor_files import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# May be ignored: rotary tables of old files, and an unused head.
 HARMLESS = re.compile(r".*rotary_emb\.inv_freq|lm_head\.weight|score\.(weight|bias)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-SCORE_BIAS = "score.bias"  # of transformers' token classifier; here always zero
+SCORE_BIAS = "score.bias"  # of transformers' token classifier; always zero here
 EMBEDDING_NAME, OUTPUT_NAME = EMBEDDING.hf[0][0], OUTPUT.hf[0][0]
 
 
 class ModelFolder(ABC):
-    """A model's files as Hugging Face tensors, checked on opening."""
+    """Hugging Face tensors in a model's files, checked on opening."""
 
     path: Path
     config: dict[str, Any]
     shapes: dict[str, Shape]
-    missing: tuple[str, ...]  # absent tensors that may be (a critic's `score.weight`)
+    missing: tuple[str, ...]  # tensors that may be absent (a critic's `score.weight`)
 
     @abstractmethod
     def read(self, name: str, box: Box) -> Tensor:
-        """Return `tensor[box]` on the CPU, in the file's dtype. Only these bytes are read.
+        """Return `tensor[box]` on the CPU, in the file's dtype, and read only these bytes.
 
-        Raises CheckpointError that names the file, if it no longer contains them."""
+        Raises CheckpointError if the file no longer has them."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
@@ -58,10 +57,10 @@ class ModelFolder(ABC):
 
     @abstractmethod
     def files(self, name: str) -> list[tuple[Path, Box]]:
-        """Return the files of a tensor, each with its box of the tensor."""
+        """Return a tensor's files, each with its box."""
 
     def read_as(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return `tensor[box]` in another dtype. Raises CheckpointError if a number exceeds its range."""
+        """Convert `tensor[box]` to `dtype`. Raises CheckpointError beyond its range."""
         block = self.read(name, box)
         converted = block.to(dtype)
         if dtype == torch.float16 and bool((block.isfinite() & ~converted.isfinite()).any()):
@@ -70,9 +69,9 @@ class ModelFolder(ABC):
         return converted
 
     def _check_tied(self) -> None:
-        """Raise CheckpointError if config.json ties an output layer that differs from the embedding.
+        """Raise CheckpointError if a tied output layer differs from the embedding.
 
-        transformers would silently ignore the output layer."""
+        transformers would silently ignore it."""
         shape, dtype = self.shapes[EMBEDDING_NAME], self.dtype(EMBEDDING_NAME)
         if dtype != self.dtype(OUTPUT_NAME) or any(
             as_bytes(self.read(OUTPUT_NAME, box)) != as_bytes(self.read(EMBEDDING_NAME, box))
@@ -93,12 +92,11 @@ class _Entry(NamedTuple):
 
 
 class HFFolder(ModelFolder):
-    """A Hugging Face folder (config.json, `*.safetensors`) whose headers agree with its config.
+    """A Hugging Face folder whose safetensors headers agree with its config.json.
 
-    CheckpointError names file and tensor that is missing, superfluous, truncated, or of another shape or
-    dtype.
+    Raises CheckpointError for a tensor that is missing, superfluous, truncated, or of another shape or dtype.
 
-    extra: ignored tensors (an unused head, rotary tables, layers that predict further tokens)"""
+    extra: ignored tensors (unused head, rotary tables, multi-token prediction)"""
 
     def __init__(self, path: Path, *, critic: bool = False) -> None:
         self.path = Path(path)
@@ -176,7 +174,7 @@ class HFFolder(ModelFolder):
             raise tensor_error(self._entries[SCORE_BIAS].path, SCORE_BIAS, problem)
 
     def _is_extra_layer(self, name: str) -> bool:
-        """Return whether to ignore a layer: the last `num_nextn_predict_layers`, and Qwen3.5's `mtp`."""
+        """Return whether a layer is for multi-token prediction, which is ignored."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
         layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
@@ -187,7 +185,7 @@ class HFFolder(ModelFolder):
 def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     """Split tensors [experts, rows, columns] into experts, gate and up.
 
-    Published Qwen3.5 mixtures are stacked, and files of transformers 5 without `save_original_format`."""
+    Qwen3.5, and transformers 5 without `save_original_format`, stack mixtures."""
     unstacked: dict[str, _Entry] = {}
     for name, entry in entries.items():
         stacked = STACKED.fullmatch(name)
@@ -205,11 +203,11 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Read a header, which the library has checked."""
+    """Read a header that safetensors accepts."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file (an index names it)")
     try:
-        file = open_regular(path)  # safetensors would report an unreadable file as missing
+        file = open_regular(path)  # safetensors would call an unreadable file missing
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     with file:
@@ -218,7 +216,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or not a safetensors file ({error})") from error
-        # The length of the JSON header, the header, then data at data_offsets.
+        # Header length, JSON header, data at data_offsets.
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     return {
@@ -230,10 +228,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 @torch.no_grad()
 def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder) -> list[str]:
-    """Fill one rank's tensors (by the table's names) with its slices, and padding with zeros.
+    """Fill a rank's tensors (by the table's names), with zeros for padding.
 
-    Return the names of tensors that the folder lacks (a critic's `value_head.weight`), which stay unchanged.
-    Raises ValueError if tensors and shards differ, and CheckpointError for a number that is not finite."""
+    Returns the names of unchanged tensors, which the folder lacks (a critic's `value_head.weight`). Raises
+    ValueError if tensors and shards differ, and CheckpointError for numbers that are not finite."""
     if tensors.keys() != shards.keys():
         raise ValueError(f"tensors and layout differ in {sorted(tensors.keys() ^ shards.keys())}")
     missing = []
@@ -259,12 +257,12 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
 
 
 def _is_finite(values: Tensor) -> bool:
-    # One pass, no extra memory. A NaN is both minimum and maximum.
+    # One pass, no extra memory. NaN is minimum and maximum.
     return values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax())
 
 
 def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Return output file -> names of its tensors. sizes: bytes by tensor; limit: of a file."""
+    """Return tensor names by file. sizes: bytes by tensor; limit: of a file."""
     parts = pack(sizes, limit)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
@@ -272,14 +270,14 @@ def divide_into_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[st
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], size: int) -> None:
-    """Write the index, unless there is one file. size: bytes of all tensors."""
+    """Write the index of several files. size: bytes of all tensors."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the source's config.json, with the exported head and dtype (None: mixed dtypes)."""
+    """Return config.json with the exported head and dtype (None: mixed)."""
     suffix = "ForTokenClassification" if critic else "ForCausalLM"
     exported = {**config, "architectures": [get_family(config).prefix + suffix]}
     if config.get("num_nextn_predict_layers"):
@@ -292,5 +290,5 @@ def export_config(config: Mapping[str, Any], critic: bool, dtype: torch.dtype | 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name in config.json: `bfloat16`."""
+    """Return a name such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

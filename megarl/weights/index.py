@@ -1,7 +1,7 @@
-"""Read the pickles of a Megatron distributed checkpoint without running code from them.
+"""Read the pickles of a distributed checkpoint without running their code.
 
-Checkpoints are untrusted. torch would unpickle the index (`.metadata`), and each entry that it declares an
-object, without a check. Allowlists restrict both here."""
+Checkpoints are untrusted. torch would unpickle the index (`.metadata`), and entries that it declares objects,
+unchecked. Allowlists restrict both here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ IN_AN_INDEX = {
 
 
 class _Allowlist(pickle.Unpickler):
-    """Unpickle only allowed classes, and protect them from changes."""
+    """Unpickle allowed classes only, and undo changes to them."""
 
     def __init__(self, file: IO[bytes], allowed: Collection[tuple[str, str]]) -> None:
         super().__init__(file)
@@ -72,7 +72,7 @@ class _Allowlist(pickle.Unpickler):
     def load(self) -> Any:
         """Unpickle. Raises UnpicklingError if the pickle sets an attribute of a class.
 
-        Setting `PosixPath._str`, for example, would change every path of this process."""
+        Setting `PosixPath._str`, say, would change every path."""
         try:
             return super().load()
         finally:
@@ -93,7 +93,7 @@ def _restore(found: type, before: dict[str, Any]) -> bool:
 
 
 class _Recipe:
-    """Placeholder for the unused recipe in a history of delayed scaling."""
+    """Placeholder for a history's unused recipe."""
 
     def __new__(cls, *_arguments: object) -> _Recipe:
         return super().__new__(cls)
@@ -119,7 +119,7 @@ def _load_storage(data: bytes) -> Any:
 
 @contextmanager
 def _convert_errors(path: Path, problem: str) -> Iterator[None]:
-    """A damaged pickle can raise every kind of error."""
+    """Convert any error, as damaged pickles raise all kinds."""
     try:
         yield
     except CheckpointError:
@@ -131,10 +131,9 @@ def _convert_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a distributed checkpoint: its tensors and their places.
+    """Read a distributed checkpoint's index.
 
-    Raises CheckpointError if the index is damaged, contains a class that torch does not write, or names a
-    file outside the folder."""
+    Raises CheckpointError if it is damaged, has a forbidden class, or names a file outside the folder."""
     path = folder / METADATA
     with _convert_errors(path, "not a readable index of a checkpoint"):
         with open_regular(path) as file:
@@ -149,7 +148,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _is_index(found: Any) -> bool:
-    """Check the types within an index, as unpickling checks only classes."""
+    """Check the types within an index: unpickling checks only classes."""
     return (
         isinstance(found, Metadata)
         and isinstance(found.state_dict_metadata, dict)
@@ -187,10 +186,10 @@ def _is_entry(entry: Any) -> bool:
 
 
 def check_trainable(folder: Path) -> Metadata:
-    """Check the model of a run's checkpoint before Megatron reads it, and return its index.
+    """Check a run's checkpoint before Megatron reads it, and return its index.
 
-    Raises CheckpointError if reading could run code: torch unpickles a weight that the index declares an
-    object, and Megatron chooses its reader by metadata.json."""
+    Raises CheckpointError if reading could run code: torch unpickles weights that the index declares
+    objects, and metadata.json selects Megatron's reader."""
     index = read_index(folder)
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata) and EXTRA_STATE not in key:
@@ -203,7 +202,7 @@ def check_trainable(folder: Path) -> Metadata:
 
 
 def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | None:
-    """Read one weight's history of delayed scaling (FP8): tensors and `extra_fp8_variables`, or None.
+    """Read a weight's history of delayed scaling (FP8), or None.
 
     Raises CheckpointError for anything else."""
     info = (index.storage_data or {}).get(MetadataIndex(key))

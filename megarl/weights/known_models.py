@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.weights.families import read_config
 
-# `_KEYS` of each model, without layers that predict further tokens.
+# Values of `_KEYS`, without multi-token prediction.
 _KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
@@ -84,10 +84,10 @@ for _name, _dense, _shared, _rank in (
 
 
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:
-    """Return (origin, config.json) of the model to plan with. Raises ConfigError if there is none.
+    """Return (origin, config.json) of the model to plan. Raises ConfigError if there is none.
 
-    It is the known model `name`, or the folder's config.json, or the known model that is named like the
-    folder, without a suffix such as -Instruct."""
+    In this order: the known model `name`, the folder's config.json, the known model with the folder's name
+    (less a suffix such as -Instruct)."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
     wanted = path.name if name is None else name

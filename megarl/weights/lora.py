@@ -1,4 +1,4 @@
-"""Merge LoRA adapters into weights when these are read, piece by piece."""
+"""Merge LoRA adapters into weights on reading, by pieces."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CHUNK = 1 << 22  # elements of temporary tensors
 
 @dataclass(frozen=True)
 class Merged:
-    """A weight with its LoRA adapters: W + scale * B A, computed in float32 and rounded to W's dtype.
+    """A weight with LoRA adapters: W + scale * B A, computed in float32 and rounded to W's dtype.
 
-    parts: boxes of the weight, each with views of its A [rank, columns] and B [rows, rank]"""
+    parts: boxes of the weight, with views of their A [rank, columns] and B [rows, rank]"""
 
     weight: Tensor
     parts: Sequence[tuple[Box, Tensor, Tensor]]
@@ -41,11 +41,11 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """The weight's address. The adapters may move, as they are read through views."""
+        """Return the weight's address. Adapters are views, and may move."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:
-        """Return a copy of a box, computed in strips of about CHUNK elements."""
+        """Compute a copy of a box, in strips of about CHUNK elements."""
         out = view(self.weight, box).clone()
         for place, a, b in self.parts:
             common = intersect(place, box)
@@ -79,9 +79,9 @@ def merged(
     *,
     critic: bool = False,
 ) -> Mapping[str, Source]:
-    """Return a rank's weights by the table's names. Weights with adapters are Merged.
+    """Return a rank's weights by the table's names, Merged if they have adapters.
 
-    tensors: all parameters of the rank, whose parts of A and B are those that its shards need"""
+    tensors: the rank's parameters and adapters"""
     sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
         return sources

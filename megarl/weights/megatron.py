@@ -1,7 +1,7 @@
 """Read Megatron's distributed checkpoints (torch_dist) as Hugging Face tensors, and convert them.
 
-A key is a parameter of all layers and experts, or of one layer if the layers differ. A chunk is one rank's
-part of it in one layer. Only chunks depend on the layout, so every layout can read every checkpoint."""
+A key is a parameter of all layers and experts, or of one layer if layers differ. A chunk is a rank's part
+of it in one layer. Only chunks depend on the layout, so every layout can read every checkpoint."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "value_head.")
 
 
 def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
-    """Return the possible keys of a parameter, the usual one first. layer: see `_get_key_layer`.
+    """Return a parameter's possible keys, the usual first. layer: by `_get_key_layer`.
 
-    Layer specs have two names for a norm that Transformer Engine may fuse into a linear."""
+    Layer specs have two names for norms that Transformer Engine may fuse."""
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
     name = name.replace("local_experts.{e}", "experts")
     for alias, ours in TE_ALIASES.items():
@@ -85,7 +85,7 @@ def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
 
 
 def _get_key_layer(sizes: Sizes, layer: int) -> int | None:
-    """Return the layer of a key, or None if keys contain all layers."""
+    """Return a key's layer; None if keys have all layers."""
     return None if sizes.is_uniform else layer
 
 
@@ -106,7 +106,7 @@ def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
 
 
 def open_model(path: Path, *, critic: bool = False) -> ModelFolder:
-    """Open a Hugging Face folder, or a distributed checkpoint with config.json."""
+    """Open a Hugging Face folder, or a checkpoint with config.json."""
     is_checkpoint = (path / METADATA).is_file()
     return MegatronFolder(path, critic=critic) if is_checkpoint else HFFolder(path, critic=critic)
 
@@ -119,10 +119,10 @@ class _Piece(NamedTuple):
 
 class MegatronFolder(ModelFolder):
     def __init__(self, path: Path, *, source: Path | None = None, critic: bool | None = None) -> None:
-        """Check that the chunks cover every tensor. CheckpointError names file and tensor.
+        """Check that chunks cover every tensor. Raises CheckpointError.
 
         source: folder with config.json. Default: the checkpoint
-        critic: whether the model has a value head. Default: if the checkpoint has one"""
+        critic: with a value head. Default: if the checkpoint has one"""
         self.path = Path(path)
         self.config = read_config(source or self.path)
         if not (self.path / METADATA).is_file():
@@ -167,7 +167,7 @@ class MegatronFolder(ModelFolder):
         return out
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
-        """Return each key's parameter and layer. Raises CheckpointError unless they match the model."""
+        """Return parameter and layer by key. Raises CheckpointError if keys do not fit."""
         sizes, where = Sizes.from_config(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
         known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
@@ -190,7 +190,7 @@ class MegatronFolder(ModelFolder):
             pairs[key] = pair, layer
             shape, found = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
             fits = found == shape
-            if pair.operation == "vocabulary":  # the padding depends on the tensor-parallel size
+            if pair.operation == "vocabulary":  # padding depends on tp
                 fits = len(found) == 2 and found[0] >= shape[0] and found[1:] == shape[1:]
             if not fits:
                 raise tensor_error(where, key, f"shape {found}, but config.json asks for {shape}")
@@ -200,7 +200,7 @@ class MegatronFolder(ModelFolder):
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """Add a key's pieces. own: see `_get_key_layer`."""
+        """Add a key's pieces. own: by `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
         lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         by_place: dict[Shape, list[Box]] = defaultdict(list)
@@ -227,7 +227,7 @@ class MegatronFolder(ModelFolder):
                     raise tensor_error(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
-        """Raise CheckpointError, naming file and tensor, if a file is missing or truncated."""
+        """Raise CheckpointError if a file is missing or truncated."""
         sizes: dict[Path, int] = {}
         for name, pieces in self._pieces.items():
             for index, _, _ in pieces:
@@ -265,7 +265,7 @@ class MegatronFolder(ModelFolder):
 
 
 def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -> None:
-    """Raise CheckpointError, naming file and tensor, if two parts of a tensor differ in dtype."""
+    """Raise CheckpointError if two parts of a tensor differ in dtype."""
     if dtype != first:
         raise tensor_error(path, name, f"one part is {dtype_name(dtype)}, another is {dtype_name(first)}")
 
@@ -274,13 +274,13 @@ def check_dtype(dtype: torch.dtype, first: torch.dtype, path: Path, name: str) -
 
 
 class Chunk(NamedTuple):
-    """Part of a key's tensor: at `offsets`, of extents (1, ..., *shape)."""
+    """Part of a key's tensor, at `offsets`, of extents (1, ..., *shape)."""
 
     key: str
     size: Shape
     offsets: Shape
     shape: Shape
-    regions: tuple[Region, ...]  # local boxes are within `shape`
+    regions: tuple[Region, ...]  # local boxes: within `shape`
     hf_name: str  # determines the dtype
 
     @property
@@ -294,7 +294,7 @@ class Chunk(NamedTuple):
         return prod(self.shape) * self.dtype(folder).itemsize
 
     def read(self, folder: HFFolder, box: Box) -> Tensor:
-        """Read a box. Padding and a missing value head are zero."""
+        """Read a box. Padding and missing value heads are zero."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype(folder))
         regions = [] if self.hf_name in folder.missing else self.regions
@@ -303,9 +303,7 @@ class Chunk(NamedTuple):
             tensor.zero_()
         for (hf_name, hf_box, local_box), common in inside:
             check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
-            rows = view(
-                tensor, shift(common, box, full_box(extents))
-            )  # contiguous if `common` has whole rows
+            rows = view(tensor, shift(common, box, full_box(extents)))  # contiguous for whole rows
             folder.read(hf_name, shift(common, local_box, hf_box), rows)
         return tensor
 
@@ -316,7 +314,7 @@ Records = list[tuple[Chunk, _StorageInfo]]
 def list_chunks(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, *, critic: bool = False
 ) -> Iterator[Chunk]:
-    """Yield one rank's chunks. Tied embeddings are chunks of the first pipeline stage only."""
+    """Yield a rank's chunks. Only the first stage has tied embeddings."""
     sizes, place, ep_rank = Sizes.from_config(hf_config), layout.coords(rank), layout.ep_rank(rank)
     for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
@@ -327,7 +325,7 @@ def list_chunks(
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
         parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
-            # Megatron stores the gates of all ranks, then the up projections of all ranks.
+            # Megatron stores all ranks' gates, then all up projections.
             parts = []
             for region in shard.regions:
                 shape = tuple(stop - start for start, stop in region.local_box)
@@ -342,7 +340,7 @@ def list_chunks(
 
 
 class _StreamedTensorFile:
-    """A file for torch.save that writes `data` instead of the tensor's numbers, to save memory."""
+    """A file that makes torch.save write `data`, not its tensor, to save memory."""
 
     def __init__(
         self, file: HashedFile, nbytes: int, data: Iterator[memoryview], advance: Callable[[int], None]
@@ -368,9 +366,9 @@ class _StreamedTensorFile:
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
 ) -> tuple[Records, str]:
-    """Write one file of chunks block by block. Return their places and the file's SHA-256."""
+    """Write a file of chunks by blocks. Return their places and its SHA-256."""
     checked = torch.serialization.get_crc32_options()
-    # CRC would dominate the run time, and SHA-256 is stronger.
+    # CRC would dominate the time; SHA-256 is stronger.
     torch.serialization.set_crc32_options(False)
     records: Records = []
     try:
@@ -378,7 +376,7 @@ def write_chunks(
             for chunk in chunks:
                 kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
                 offset, file.writing = file.tell(), chunk.hf_name
-                if nbytes <= SMALL:  # _StreamedTensorFile needs chunks larger than torch.save's other records
+                if nbytes <= SMALL:  # _StreamedTensorFile needs chunks larger than other records
                     target: Any = file
                     tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
                     advance(nbytes)
@@ -389,7 +387,7 @@ def write_chunks(
                     tensor = torch.empty(chunk.extents, dtype=kind)
                 try:
                     torch.save(tensor, target)
-                except RuntimeError as error:  # torch.save hides the error of the file
+                except RuntimeError as error:
                     raise file.error or error from None
                 assert target is file or target.filled, "torch.save did not write a tensor as one record"
                 records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
@@ -399,14 +397,14 @@ def write_chunks(
 
 
 def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
-    """Write a checkpoint's other files: .metadata, common.pt, metadata.json and empty states."""
+    """Write .metadata, common.pt, metadata.json and empty states."""
 
     def save(content: Any, path: Path) -> None:
-        buffer = BytesIO()  # torch.save to a file would turn an OSError into a RuntimeError
+        buffer = BytesIO()  # torch.save turns a file's OSError into a RuntimeError
         torch.save(content, buffer)
         path.write_bytes(buffer.getbuffer())
 
-    # Layer specs differ in the name of the norm before a mixture, which is never fused. Index both names.
+    # Index both names of the norm before a mixture.
     aliases: dict[str, tuple[str, ...]] = {}
     sizes = Sizes.from_config(model.config)
     if sizes.experts:
@@ -434,7 +432,7 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
 
 
 def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of extra states (scales of FP8), which Megatron requires on loading."""
+    """Yield keys of extra states (FP8 scales), which Megatron requires."""
     sizes = Sizes.from_config(hf_config)
     for pair, layer, expert in whole_model(hf_config):
         lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
@@ -450,7 +448,7 @@ def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
 # Converting
 
 Advance = Callable[[int], None]
-# (activity, this process's bytes) -> context that shows the progress
+# (activity, this process's bytes) -> context that shows progress
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
 SUMS = "SHA256SUMS"
 SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
@@ -466,7 +464,7 @@ class Conversion:
     size: int
     files: int
     seconds: float  # until on disk
-    left_out: tuple[str, ...]  # such as an unused head, rotary tables
+    left_out: tuple[str, ...]  # see HFFolder.extra
 
 
 def conversion_layout(tp: int, pp: int, ep: int) -> Layout:
@@ -482,21 +480,21 @@ def hf_to_megatron(
     verify: bool = False,
     watch: Watch = ignore_progress,
 ) -> Conversion:
-    """Convert a Hugging Face folder to a distributed checkpoint, cut into the chunks of `layout`.
+    """Convert a Hugging Face folder to a distributed checkpoint, in the chunks of `layout`.
 
-    All processes of the default process group call this. `out` appears only when complete and on disk.
-    Raises CheckpointError if the source is damaged, or `out` exists or cannot be written.
+    All processes of the default group call this. `out` appears when complete and on disk. Raises
+    CheckpointError if the source is damaged, or `out` exists or cannot be written.
 
-    critic: replace the output layer by the value head of a one-label classifier, or by zeros
-    verify: compare the written files with the source"""
+    critic: replace the output layer by a one-label classifier's value head, or zeros
+    verify: compare with the source"""
     began, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
-    files: dict[str, list[Chunk]] = {}  # split so that every process has a file to write
+    files: dict[str, list[Chunk]] = {}  # a file for every process
     planned: set[tuple[str, Shape]] = set()
     for rank in range(layout.world):
         chunks = []
         for chunk in list_chunks(model.config, layout, rank, critic=critic):
-            if (chunk.key, chunk.offsets) not in planned:  # ranks may hold the same chunk
+            if (chunk.key, chunk.offsets) not in planned:
                 planned.add((chunk.key, chunk.offsets))
                 chunks.append(chunk)
         step = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
@@ -521,7 +519,7 @@ def hf_to_megatron(
         if verify:
             kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
             _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
-    # megatron_to_hf writes SCORE_BIAS again, as zero.
+    # megatron_to_hf writes a zero SCORE_BIAS again.
     left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
     return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
 
@@ -536,10 +534,10 @@ def megatron_to_hf(
     verify: bool = False,
     watch: Watch = ignore_progress,
 ) -> Conversion:
-    """See `hf_to_megatron`.
+    """Convert a distributed checkpoint to a Hugging Face folder, see `hf_to_megatron`.
 
-    source: folder with config.json and tokenizer, which a training run's checkpoint lacks
-    dtype: of all tensors except a router's bias. Default: unchanged"""
+    source: folder with config.json and tokenizer, which a run's checkpoint lacks
+    dtype: of all tensors except router biases. Default: unchanged"""
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     float32_names = float32_tensors(model.config)
@@ -564,7 +562,7 @@ def write_hf(
     verify: bool,
     watch: Watch,
 ) -> Conversion:
-    """Write a model as a Hugging Face folder, see `megatron_to_hf`. kinds: dtypes."""
+    """Write a Hugging Face folder, like `megatron_to_hf`. kinds: dtypes."""
     began, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
@@ -574,7 +572,7 @@ def write_hf(
     mine = list(files)[processes.rank :: processes.world]
 
     def write(path: Path, advance: Advance) -> str:
-        """The safetensors library would need whole tensors."""
+        """Write blocks: the safetensors library would need whole tensors."""
         # Wide elements first, for alignment.
         names = sorted(files[path.name], key=lambda name: -kinds[name].itemsize)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -616,7 +614,7 @@ def write_hf(
 def _finish(
     folder: Path, source: Path, digests: Mapping[str, str], config: Mapping[str, Any] | None = None
 ) -> None:
-    """Add the files other than weights, and all checksums. config: replaces the source's config.json."""
+    """Add other files and checksums. config: replaces the source's config.json."""
     carry_along(source, folder, config)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     others = {
@@ -638,14 +636,14 @@ def _verify(
     watch: Watch,
     processes: Processes,
 ) -> None:
-    """Compare the folder on disk with its checksums and with the source."""
+    """Compare the folder with its checksums and the source."""
     mine = list(kinds)[processes.rank :: processes.world]
 
     def compare() -> None:
         for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
             digest, name = line.split("  ")
             with (folder / name).open("rb") as file:
-                # The page cache would hide a fault of the disk.
+                # The page cache would hide disk faults.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 if number % processes.world != processes.rank:
                     continue

@@ -1,6 +1,6 @@
-"""Map the shards of Megatron and SGLang to Hugging Face coordinates. Imports without torch.
+"""Map shards of Megatron and SGLang to Hugging Face coordinates. Imports without torch.
 
-For each region, `local[local_box] == hf[hf_box]`. A new layout is a function that returns `Shards`.
+For each region, `local[local_box] == hf[hf_box]`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from megarl.weights.families import (
 )
 
 VOCABULARY_MULTIPLE = 64  # SGLang's padding
-CPU_FFN_MULTIPLE = 32  # padding per rank in SGLang's CPU engine
+CPU_FFN_MULTIPLE = 32  # per rank in SGLang's CPU engine
 
 
-# Projections (regular expressions) that SGLang fuses, and the fused name. It does not fuse the first in
-# multi-latent attention.
+# Projections (regular expressions) that SGLang fuses. Multi-latent attention skips the first.
 FUSED = (
     ("[qkv]_proj", "qkv_proj"),
     ("(gate|up)_proj", "gate_up_proj"),
@@ -46,7 +45,7 @@ FUSED = (
 
 
 class Region(NamedTuple):
-    """A box of a local tensor, and the same box in a Hugging Face tensor."""
+    """A box of a local tensor, and its place in a Hugging Face tensor."""
 
     hf_name: str
     hf_box: Box
@@ -54,7 +53,7 @@ class Region(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A local tensor. Its regions and its padding (zeros) cover it exactly once."""
+    """A local tensor, covered once by regions and padding (zeros)."""
 
     shape: Shape
     regions: tuple[Region, ...]
@@ -65,7 +64,7 @@ Shards = dict[str, Shard]  # by local tensor name
 
 
 class _Part(NamedTuple):
-    """Indices `start` to `stop` along one axis of a tensor, padded with zeros to `width`."""
+    """Indices along an axis, padded with zeros to `width`."""
 
     name: str
     start: int
@@ -74,9 +73,7 @@ class _Part(NamedTuple):
 
 
 def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
-    """Concatenate parts along `axis`, each followed by its padding.
-
-    shape: of a part's tensor; parts may differ only along `axis`."""
+    """Concatenate padded parts along `axis`. shape: of a tensor, equal except along `axis`."""
     regions: list[Region] = []
     padding: list[Box] = []
     offset = 0
@@ -95,7 +92,7 @@ def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
-    """Raise ConfigError, naming the key of `parallel`, if this layout cannot divide the model."""
+    """Raise ConfigError if `parallel` cannot divide the model."""
     moe = get_family(hf_config).is_moe
     sizes = Sizes.from_config(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
@@ -123,7 +120,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
-        # Megatron's separate optimizer for experts must exist on all stages or none.
+        # Megatron's optimizer of experts exists on all stages or none.
         what = f"{pp} gives the first stage none of the mixtures that follow {sizes.dense} dense layers"
         raise ConfigError(f"parallel.pp: {what} (lower it)")
 
@@ -149,8 +146,8 @@ def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None
 def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout: Layout, key: str) -> None:
     """Raise ConfigError if Muon does not support the model or its layout.
 
-    With one replica, Megatron's LayerWiseDistributedOptimizer mistakes tensor-parallel ranks with the same
-    experts for different owners. Multi-latent and linear attention are untested."""
+    With one replica, LayerWiseDistributedOptimizer mistakes tensor-parallel ranks with the same experts for
+    different owners. Multi-latent and linear attention are untested."""
     if optimizer.optimizer != "muon":
         return
     family, alone = get_family(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
@@ -186,7 +183,7 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
 
 
 def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
-    """Return n if every n-th layer has full attention, and the others linear attention.
+    """Return n if exactly every n-th layer has full attention.
 
     Raises ConfigError for other orders, which SGLang does not support."""
     sizes = Sizes.from_config(hf_config)
@@ -198,21 +195,21 @@ def full_attention_interval(hf_config: Mapping[str, Any]) -> int:
 
 
 def check_recomputed(hf_config: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError if only the MLP of a mixture of experts is to be recomputed.
+    """Raise ConfigError if a mixture of experts recomputes its MLP selectively.
 
-    The router would rerun with the state of another pack, which its layer sets (model/routing.py)."""
+    The router would rerun with another pack's state, which its layer sets (model/routing.py)."""
     if model.recompute == "selective" and "mlp" in model.recompute_modules and get_family(hf_config).is_moe:
         what = "mlp is for dense models, and this is a mixture of experts"
         raise ConfigError(f"model.recompute_modules: {what} (leave it out, or set model.recompute=full)")
 
 
-# Hugging Face: the whole model
+# Hugging Face
 
 
 def whole_model(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[Pair, int, int]]:
-    """Return (pair, layer, expert) of the undivided model's parameters (with `lora`, adapters)."""
+    """Return (pair, layer, expert) of all parameters (with `lora`, of adapters)."""
     named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
     return [(pair, layer, expert) for _, pair, layer, expert in named]
 
@@ -224,9 +221,9 @@ def get_sizes(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
 def hf_shapes(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> dict[str, Shape]:
-    """Return the Hugging Face model's shapes (with `lora`, of the adapters), in order.
+    """Return the Hugging Face tensors' shapes (with `lora`, of adapters), in order.
 
-    A critic has `score.weight` instead of `lm_head.weight`. An actor with tied embeddings has neither."""
+    A critic has `score.weight` instead of `lm_head.weight`; an actor with tied embeddings has neither."""
     sizes, shapes = get_sizes(hf_config, lora), dict[str, Shape]()
     for pair, layer, expert in whole_model(hf_config, critic=critic, lora=lora):
         shapes |= {name.format(l=layer, e=expert): sizes.shape(dims) for name, dims in pair.hf}
@@ -234,7 +231,7 @@ def hf_shapes(
 
 
 def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
-    """List tensors that are float32 for any dtype of the model (sglang: in SGLang)."""
+    """Name the tensors that are always float32 (sglang: in SGLang)."""
     kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
     return frozenset(
         name.format(l=layer)
@@ -247,12 +244,12 @@ def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> fr
 def hf_shards(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> Shards:
-    """Return the identity layout under Hugging Face names (with `lora`, of the adapters)."""
+    """Return the identity layout by Hugging Face names (with `lora`, of adapters)."""
     shapes = hf_shapes(hf_config, critic=critic, lora=lora)
     return {name: _concatenate([_Part(name, 0, shape[0], shape[0])], shape) for name, shape in shapes.items()}
 
 
-# Megatron: tensor, pipeline and expert parallelism
+# Megatron
 
 
 def parameters(
@@ -264,11 +261,11 @@ def parameters(
     critic: bool = False,
     lora: LoraConfig | None = None,
 ) -> list[tuple[str, Pair, int, int]]:
-    """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, adapters).
+    """Return (name, pair, global layer, global expert) of a rank's parameters (with `lora`, of adapters).
 
-    Names have the index of the layer within the stage (`Layout.layers`) and of the expert within the rank.
-    With tied embeddings, the last of several stages has a copy of the embedding as `output_layer.weight`.
-    A critic has `value_head.weight` [1, hidden] instead of the output layer."""
+    Names have the layer's index in the stage and the expert's on the rank. With tied embeddings, the last of
+    several stages copies the embedding as `output_layer.weight`. A critic has `value_head.weight`
+    [1, hidden] there."""
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.from_config(hf_config)
     per_rank = sizes.experts // layout.ep
@@ -301,7 +298,7 @@ def parameters(
 def megatron_layout(
     hf_config: Mapping[str, Any], layout: Layout, *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[int, Shards]]:
-    """Return (rank, shards by the table's names) of every rank. Equal shards share one object."""
+    """Return (rank, shards by the table's names). Equal shards are one object."""
     sizes = get_sizes(hf_config, lora)
     shard = cache(partial(pair_shard, sizes))
 
@@ -320,7 +317,7 @@ def megatron_layout(
 
 
 def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
-    """Return one parameter's shard. layer, expert: global indices."""
+    """Return a parameter's shard. layer, expert: global indices."""
     hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
     match pair.operation:
@@ -336,7 +333,7 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             width = shape[0] // 2 // tp
             starts = (tp_rank * width, shape[0] // 2 + tp_rank * width)
             parts = [_Part(name, start, start + width, width) for start in starts]
-        case "vocabulary":  # padding is at the end, and may fill whole ranks
+        case "vocabulary":  # padding may fill whole ranks
             ((name, shape),) = hf
             width = padded_vocab(shape[0], tp) // tp
             start = min(tp_rank * width, shape[0])
@@ -346,15 +343,15 @@ def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_ra
             whole = [(name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf, pair.hf, strict=True)]
             for group in range(tp_rank * groups // tp, (tp_rank + 1) * groups // tp):
                 own = [part for name, dim in whole for part in _cut_group(sizes, name, dim, group, groups)]
-                if whole[0][1] == "qkvz":  # Megatron has its gates last
+                if whole[0][1] == "qkvz":  # Megatron's gates are last
                     own.append(own.pop(1))
                 parts += own
     return _concatenate(parts, hf[0][1], axis)
 
 
 def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
-    """Return one query group's rows, in Megatron's order."""
-    if dim == "gated_q":  # file: query, gate, query, gate, ...; Megatron: queries first
+    """Return a query group's or key head's rows, in Megatron's order."""
+    if dim == "gated_q":  # file: query, gate, query, ...; Megatron: queries first
         rows, width = sizes.gated_q // groups, sizes.head_dim
         begin, end = group * rows, (group + 1) * rows
         starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
@@ -372,23 +369,21 @@ def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> li
     return parts
 
 
-# SGLang: fused tensors under tensor parallelism, compared with its loader in tests/sglang/test_engine.py.
-# Copies of key/value heads (fewer heads than ranks) occur on GPUs only, and are untested.
+# SGLang. Copies of key/value heads (fewer than ranks) occur on GPUs only, and are untested.
 
 
 def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: bool = False) -> Shards:
-    """Return the parameters of one rank of an SGLang engine, by SGLang's names.
+    """Return a rank's parameters in an SGLang engine, by SGLang's names.
 
-    Cut: qkv_proj = [q; k; v] of the rank's heads, gate_up_proj = [gate; up], columns of o_proj and down_proj,
-    rows of the padded vocabulary.
-    Whole: norms, routers and projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
-    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of SGLang's
-    stacked tensors.
-    Tied embeddings: no lm_head, unless the family has `sglang_unties`.
+    Cut: qkv_proj = [q; k; v] by heads, gate_up_proj = [gate; up], columns of o_proj and down_proj, rows of
+    the padded vocabulary.
+    Whole: norms, routers, projections to latents (fused_qkv_a_proj_with_mqa = [q_a; kv_a]).
+    Experts: `experts.w13_weight.{e}` [2 * ffn / tp, hidden] and `experts.w2_weight.{e}` are row e of stacked
+    tensors.
 
-    cpu: SGLang's CPU engine, which pads heads and columns that do not divide
+    cpu: pad heads and columns, like SGLang's CPU engine
 
-    Raises ConfigError, naming `rollout.engine_tp`, if the engine cannot divide the model."""
+    Raises ConfigError if `rollout.engine_tp` cannot divide the model."""
     sizes = Sizes.from_config(hf_config)
     cuts, flat = _sglang_cuts(sizes, tp, tp_rank, cpu), get_family(hf_config).sglang_flat
 
@@ -466,7 +461,7 @@ def _sglang_cuts(sizes: Sizes, tp: int, rank: int, cpu: bool) -> dict[str, tuple
     if max(tp, kv_heads) % min(tp, kv_heads):
         problem = f"neither a divisor nor a multiple of the model's {kv_heads} key/value heads"
         raise ConfigError(f"rollout.engine_tp: {tp} is {problem}")
-    # With fewer key/value heads than ranks, ranks share heads.
+    # Ranks share key/value heads if these are fewer.
     kv_rank, kv_ranks = (rank, tp) if kv_heads >= tp else (rank // (tp // kv_heads), kv_heads)
     vocab = multiple(sizes.vocab, VOCABULARY_MULTIPLE)
     if vocab % tp:

@@ -1,4 +1,4 @@
-"""Read boxes of stored tensors, hash files while writing, and publish only complete folders."""
+"""Read boxes of tensors, hash files while writing, publish complete folders."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
 
 T = TypeVar("T")
-BLOCK = 2 << 20  # bytes per read, conversion, hash and write: they fit the CPU's cache
-SMALL = 64 << 10  # bytes that hash slower in a thread
-# Files that all formats of a model need.
+BLOCK = 2 << 20  # bytes of a read, hash or write, to fit the CPU's cache
+SMALL = 64 << 10  # bytes that a thread would hash slower
 CARRIED = (
     *("config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer*", "vocab*", "merges*", "chat_template*", "*.model", "*.tiktoken"),
@@ -41,7 +40,7 @@ CARRIED = (
 
 
 class FileTensor(NamedTuple):
-    """A row-major tensor at `offset` bytes of a safetensors file or a distributed checkpoint."""
+    """A row-major tensor at byte `offset` of a file."""
 
     path: Path
     offset: int
@@ -49,9 +48,9 @@ class FileTensor(NamedTuple):
     dtype: torch.dtype
 
     def read(self, box: Box, name: str, out: Tensor | None = None) -> Tensor:
-        """Read `tensor[box]`, and no other bytes, into the contiguous `out` or a new tensor on the CPU.
+        """Read only `tensor[box]`, into the contiguous `out` or a new tensor on the CPU.
 
-        Raises CheckpointError, naming file and tensor, if the file no longer contains it."""
+        Raises CheckpointError if the file no longer has it."""
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype) if out is None else out
         memory = as_bytes(tensor)
@@ -85,16 +84,16 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Yield boxes of whole rows, about BLOCK bytes each, that tile a tensor in order."""
+    """Yield boxes of whole rows, of about BLOCK bytes, that tile a tensor."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], step):
         yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
 
 
 class HashedFile(FileIO):
-    """A new file, written sequentially and hashed in a thread.
+    """A new file, hashed in a thread while written.
 
-    A failed write raises CheckpointError that names the file and the tensor `writing`."""
+    A failed write raises CheckpointError with the tensor `writing`."""
 
     def __init__(self, path: Path) -> None:
         self._digest = hashlib.sha256()
@@ -109,7 +108,7 @@ class HashedFile(FileIO):
         super().close()
 
     def write(self, data: Any) -> int:
-        """Write all data. Data larger than SMALL is hashed later, so it must not change afterwards."""
+        """Write all data. If larger than SMALL it is hashed later, so it must not change."""
         self._hashing.result()
         if len(data) > SMALL:
             self._hashing = self._hasher.submit(self._digest.update, data)
@@ -137,18 +136,18 @@ class HashedFile(FileIO):
 
 
 class Processes:
-    """The processes that make a folder: the default group, or only this process.
+    """Processes that make a folder: the default group, or this one alone.
 
-    group: gloo group of the same ranks, if the default group is NCCL"""
+    group: gloo group of the same ranks, if the default is NCCL"""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         together = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         self._group = group
-        self.folder: Path | None = None  # for write errors that name no file
+        self.folder: Path | None = None  # for errors without a file
 
     def run(self, action: Callable[[], T]) -> T:
-        """Return this process's result. A failure raises CheckpointError on every process."""
+        """Return this process's result. A failure raises CheckpointError everywhere."""
         problem, result = None, None
         try:
             result = action()
@@ -170,9 +169,9 @@ class Processes:
 
 @contextmanager
 def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to `out` when on disk, or removed after a failure.
+    """Yield a temporary folder, renamed to `out` when on disk, removed on failure.
 
-    Raises CheckpointError if `out` exists, another process is writing it, or the disk lacks `size` bytes."""
+    Raises CheckpointError if `out` exists or is being written, or the disk lacks `size` bytes."""
     folder = out.with_name(f".{out.name}.partial")
     lock: list[int] = []
     processes.folder = out
@@ -180,7 +179,7 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
     def start() -> None:
         if out.exists() or out.is_symlink():
             raise CheckpointError(f"{out}: already exists (choose another folder, or remove it)")
-        if folder.exists():  # of a killed process, unless locked
+        if folder.exists():  # a killed process's, unless locked
             os.close(_lock(folder))
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -216,7 +215,7 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         message = f"{folder}: another process is writing there (wait for it, or choose another folder)"
         raise CheckpointError(message) from None
-    except OSError:  # unsupported by some network file systems
+    except OSError:  # some network file systems cannot
         pass
     return descriptor
 
@@ -226,9 +225,9 @@ def readable(size: float) -> str:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """Return the files that an export copies from its source.
+    """Return the files that an export copies.
 
-    Raises CheckpointError for a link that leads out of the folder: its copy would leak another file."""
+    Raises CheckpointError for links out of the folder, which would leak files."""
     found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
     for path in found:
         if not is_inside(path, source):
@@ -238,9 +237,7 @@ def carried_files(source: Path) -> list[Path]:
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Copy a model's `carried_files` to disk. config: replaces the source's config.json.
-
-    Raises CheckpointError that names a file."""
+    """Copy `carried_files` to disk. config: replaces config.json. Raises CheckpointError."""
     for path in carried_files(source):
         copy = folder / path.relative_to(source)
         try:
@@ -255,7 +252,7 @@ def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = N
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file to disk. Raises CheckpointError if that fails."""
+    """Write a safetensors file to disk, or raise CheckpointError."""
     try:
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
