@@ -165,9 +165,9 @@ class Planned:
         return read_mark(self.folder)
 
     def usual_seconds(self) -> float | None:
-        """Estimate seconds: the median of the row's finished runs, else of similar ones, else from the table.
+        """Estimate seconds: the median of the row's finished runs, else of similar ones.
 
-        Similar are other rows on the task, or other tasks' warm starts."""
+        Similar are other rows on the task, or other tasks' warm starts. Without any: the table's value."""
         own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
         for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]

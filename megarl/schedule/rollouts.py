@@ -1,7 +1,6 @@
-"""Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
+"""Rollouts on disk, for `megarl replay`, value pretraining (VAPO section 4.1) and separate rollout ranks.
 
-A rollout is a folder with a safetensors file per rank and a manifest with checksums, written last. Any
-layout can read it."""
+A rollout is a folder with a safetensors file per rank, and a manifest with checksums, written last."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# A rank's columns [n], and an empty batch with names and types of the columns [T].
+# A rank's columns [n], and an empty batch with the types of columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
@@ -52,8 +51,8 @@ MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 class RolloutStore:
     """A folder of rollouts. All ranks make the same calls, and agree on errors.
 
-    key, remedy  for messages: the config key, and what to do when the disk is full
-    made_from    settings stored with each rollout, which must be equal to read it"""
+    key, remedy  for messages about failed writes
+    made_from    stored settings, which must be equal to read a rollout"""
 
     def __init__(
         self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
@@ -62,7 +61,7 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout."""
+        """Return ((batch, state), []), or (None, lines about a damaged rollout)."""
         if not broadcast_from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
@@ -71,7 +70,7 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout; collective. state: JSON, rank 0's counts. Raises ConfigError if writing fails."""
+        """Write a rollout; collective. state: JSON, rank 0's counts. Raises ConfigError."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
@@ -127,16 +126,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
+    """Return a rollout's batch and state. Each rank gets the tokens of the files it reads.
 
-    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`."""
+    Raises on every rank: DataError for damage, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
     text, failure = "", None
     try:
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # as text: a prompt's columns may hold integers of any size
+            text = json.dumps(manifest)  # as text: a prompt's columns may have integers of any size
     except (ConfigError, DataError) as error:
         failure = error
     text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
@@ -192,7 +191,7 @@ def list_rollout_files(manifest: Path) -> list[Path]:
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Every rank calls this; rank 0 reads the model's files."""
+    """Return the store of value pretraining; collective."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -209,7 +208,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check the first rollout's settings before any rank starts. Model and prompts are compared later."""
+    """Check the first rollout's settings. Model and prompts are compared later."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -219,7 +218,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys that only one side has, from another version of megarl, are not compared."""
+    Keys of one side only, from another version of megarl, are not compared."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"
