@@ -1,7 +1,7 @@
 """`megarl ablate`: run all rows and seeds of a table or protocol; write table and figure.
 
-Rows share a seed's task and warm start. Finished runs are kept, interrupted ones start anew. Runs with other
-settings are refused, or repeated with --fresh."""
+Rows share a seed's task and warm start. Interrupted runs start anew. Finished ones with other settings are
+refused, or repeated with --fresh."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Budget:
     """The runs and time that --most and --hours leave."""
 
     most: float  # runs
-    end: float  # a value of time.monotonic()
+    end: float  # time.monotonic()
     is_spent: bool = False
 
     @classmethod
@@ -84,7 +84,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> int:
-    """Complete a table's or protocol's runs and write its results; return `Budget.exit_code`.
+    """Complete a table's or protocol's runs and write results; return `Budget.exit_code`.
 
     Empty `given.seeds`: the default seeds."""
     settings_after_rows = [row for row in given.rows if "=" in row]  # `--rows a b steps=30`
@@ -145,7 +145,7 @@ def _ablate_protocol(
     tuning = bool(given.seeds)
     settings = replace(given, seeds=given.seeds or protocol.fresh_seeds)
     tables = protocol.tables()
-    known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
+    known = {row.name: row for row in next(iter(tables.values())).rows}
     _check_settings(settings, [known[row.row].slug for row in protocol.rows])
     if tuning and max(settings.seeds) >= FRESH:
         problem = f"a protocol takes only tuning seeds, below {FRESH}. Leave --seeds out for the final run."
@@ -215,7 +215,7 @@ def _ablate_protocol(
 def _print_costs(
     powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
 ) -> None:
-    """Print each row's missing runs, their estimated time, and its power."""
+    """Print each row's missing runs, their time, and its power."""
 
     def cost(missing: Sequence[Planned]) -> str:
         usual = {run.folder.parent: run.usual_seconds() for run in missing}
@@ -245,7 +245,7 @@ def _print_costs(
 
 
 def _warm_starts(planned: Iterable[Planned], settings: Options) -> dict[Path, Planned]:
-    """Return the runs' model paths -> warm starts."""
+    """Return model path -> warm start."""
     first = {run.config.model.path: run for run in planned}
     return {path: warm_start(run.table, settings, run.seed) for path, run in first.items()}
 

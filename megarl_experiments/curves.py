@@ -1,4 +1,4 @@
-"""Plot each row's accuracy by step, as one page and one PNG."""
+"""Plot each row's accuracy by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = 3
 
 
 def write_page(result: Result, path: Path) -> None:
-    """Write one self-contained HTML file: table, protocol, a figure for each row."""
+    """Write one self-contained HTML file."""
     limits, steps = _axes_limits(result)
     cards = []
     for row in result.rows:
@@ -85,7 +85,7 @@ def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[floa
 
 
 def points_text(row: RowResult, full: RowResult) -> str:
-    """Return the paper's points of both as text."""
+    """Return the paper's points of row and full system."""
     if row.paper is None:
         return ""
     return f"paper {row.paper:g}" + ("" if row is full or full.paper is None else f" of {full.paper:g}")

@@ -1,4 +1,4 @@
-"""A protocol's results: verdicts and forest plot, as text, PNG and one HTML page."""
+"""A protocol's verdicts and forest plot, as text, PNG and one HTML page."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def draw(outcomes: Sequence[RowOutcome]) -> Figure:
 def write_page(
     protocol: Protocol, outcomes: Sequence[RowOutcome], curves: Mapping[Arm, Curve], note: str, path: Path
 ) -> None:
-    """Write one self-contained HTML file: forest plot, verdicts and curves."""
+    """Write one self-contained HTML file."""
     heads, rows = cells(protocol, outcomes)
     marked = [(line, one.verdict in ("holds", "opposite")) for line, one in zip(rows, outcomes, strict=True)]
     look = "Each line: mean difference and interval of the row minus its neighbour."

@@ -1,4 +1,4 @@
-"""Extract held-out curves from finished runs and compare them at equal cost.
+"""Compare held-out curves of finished runs at equal cost.
 
 A curve is a JSON object: recipe, seed, `evaluations` (step, problem set, accuracy, 95 % interval),
 `value_pretraining` and `steps` (tokens and seconds)."""
@@ -126,7 +126,7 @@ def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]
 
 
 def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
-    """Return row -> comparison with the first row, with Holm's p."""
+    """Compare rows with the first one, corrected by Holm."""
     first, *others = scores
     compared = {row: compare(scores[row], scores[first], first) for row in others}
     comparisons = {row: one for row, one in compared.items() if one is not None}
@@ -136,7 +136,7 @@ def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Compari
 def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") -> str:
     """Return a Markdown table: each row's accuracy, and its difference to the first row.
 
-    minutes: add the accuracy at equal seconds; equal: see `score_rows`"""
+    equal: see `score_rows`"""
     tokens, at_tokens = score_at_equal_cost(rows, "rollout/tokens")
     seconds, at_seconds = score_at_equal_cost(rows, "time/step")
     where, scores = score_rows(rows, equal)

@@ -38,7 +38,7 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
     """Start the jobs in order, `at_most` at a time, and yield each when it ends.
 
     limit: seconds per job. Closing the generator ends the running jobs. Each has its own session, so that
-    Ctrl-C reaches only the parent. Use the main thread: Linux ends a job with the *thread* that started it."""
+    Ctrl-C reaches only the parent. Use the main thread: Linux ends a job with the thread that started it."""
     waiting = iter(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with start times
     try:
@@ -83,7 +83,7 @@ def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: floa
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM, and after GRACE seconds SIGKILL to the remaining process groups."""
+    """Send SIGTERM, and after GRACE seconds SIGKILL."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE

@@ -80,7 +80,7 @@ def power(n: int, effect: float, alpha: float) -> float:
     """Return the power of a two-sided test at alpha of n paired differences.
 
     effect: mean in standard deviations. It is the t-test's power, which is close to the sign-flip test's for
-    normal differences, or 0 below `least_seeds`."""
+    normal differences, and 0 below `least_seeds`."""
     if n < least_seeds(alpha):
         return 0.0
     return float(TTestPower().power(abs(effect), n, alpha / 2, alternative="larger"))

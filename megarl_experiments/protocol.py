@@ -28,7 +28,7 @@ from megarl_tasks.family import Knobs, longest_right
 
 TASK = "megarl_tasks.family:write_family"
 FRESH = 100  # lower seeds are only for tuning
-POWER = 0.8  # wanted
+POWER = 0.8  # wanted probability of detection
 VERDICTS = ("holds", "opposite", "equivalent", "undecided")
 Arm = tuple[str, str, int]  # task, row of the table, seed
 
@@ -88,7 +88,7 @@ class Protocol(Section):
     name: str
     folder: Path
     title: str
-    table: Path  # the rows' files and the papers' points
+    table: Path  # rows' files and papers' points
     warm_start: Path  # replaces the table's
     first_seed: int = Field(FRESH, ge=FRESH)
     seeds: int = Field(ge=2)  # number of seeds, from first_seed
@@ -154,7 +154,7 @@ class Protocol(Section):
         for name, task in self.tasks.items():
             common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
-            # Protocols share the folder of a task and its warm start if knobs and warm start are equal.
+            # Protocols share the warm starts of tasks with equal names, knobs and files.
             key = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
@@ -187,7 +187,7 @@ def load_protocol(name: str) -> Protocol:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """A row's result. It has no p before all seeds have run, so that nobody can stop at a good moment."""
+    """A row's result, without p until all seeds have run: nobody can stop at a good moment."""
 
     row: ProtocolRow
     seeds: range  # the protocol's
@@ -224,7 +224,7 @@ class RowOutcome:
 
     @property
     def qualified_verdict(self) -> str:
-        """Return the verdict with a note."""
+        """Return the verdict with its caveat."""
         if self.verdict == "undecided":
             size = "none, too few seeds" if self.detectable is None else f"{self.detectable:.3f}"
             return f"undecided (detectable: {size})"
@@ -233,9 +233,7 @@ class RowOutcome:
 
 
 def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
-    """Compute a row's interval and, if all `seeds` have run, its uncorrected tests.
-
-    level: of the smallest detectable difference"""
+    """Compute a row's interval and, if all `seeds` have run, its uncorrected tests."""
     one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
         return one
@@ -343,7 +341,7 @@ def log_tried(
 
 
 def read_tried(path: Path) -> list[dict[str, Any]]:
-    """Return the log's last entry of each row and setting, with the differences of all seeds.
+    """Return the log's last entry per row and setting, with all seeds' differences.
 
     Raises ConfigError for a malformed line."""
     found: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The result of an ablation: scores, paired comparisons with verdicts, and a Markdown table.
+"""The result of an ablation: scores, paired comparisons and a Markdown table.
 
 Runs of a seed share warm start, data and order of prompts, so rows are compared seed by seed.
 """
@@ -125,7 +125,7 @@ class Result:
         return heads, rows
 
     def protocol(self) -> list[str]:
-        """Return sentences about runs, scores and verdicts."""
+        """Return notes on runs and verdicts."""
         lines = [str(note) for note in self.facts.get("notes", ())]
         seconds = [s for row in self.rows for s in row.seconds.values()]
         if seconds:

@@ -41,8 +41,8 @@ class AblationRow(Section):
 
     name: str = Field(min_length=1)
     config: Path  # based on the paper's 32B file
-    paper: float | None = None  # AIME 2024 avg@32 points in the paper
-    overrides: tuple[str, ...] = ()  # settings at demo scale
+    paper: float | None = None  # AIME 2024 avg@32 points
+    overrides: tuple[str, ...] = ()  # at demo scale
 
     @property
     def slug(self) -> str:
@@ -56,12 +56,12 @@ class AblationTable(Section):
     name: str
     folder: Path
     title: str
-    base: Path  # configuration at demo scale
-    warm_start: Path  # configuration of the supervised run
-    # `module:function`: called with (folder, seed, **knobs), writes model/ and three .jsonl files
+    base: Path  # at demo scale
+    warm_start: Path  # supervised run
+    # `module:function` (folder, seed, **knobs) that writes model/ and three .jsonl files
     task: str = Field(pattern=r"^[\w.]+:\w+$")
     full: str  # the row of the whole system
-    # Compare each row with the full system, the row above, or both.
+    # Compare each row with the full system, or the row above.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
     last: int = Field(1, ge=1)  # evaluations whose mean is a run's score
     rows: tuple[AblationRow, ...] = Field(min_length=1)
@@ -95,7 +95,7 @@ def load_table(name: str, base: Path | None = None) -> AblationTable:
 
 
 def find_file(name: str, kind: str, ending: str) -> Path:
-    """Find a .KIND.yaml file by its path, or by its name in configs/ablations. Raises ConfigError."""
+    """Find a .KIND.yaml file by path, or by name in configs/ablations. Raises ConfigError."""
     folder = Path("configs/ablations")
     path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
     if not name.endswith(".yaml") and not path.is_file():
@@ -155,7 +155,7 @@ class Planned:
         return self.config.run_dir
 
     def job(self) -> Job:
-        """Replace the run's folder by a new one; return the command that fills it."""
+        """Replace the run's folder, and return the command that fills it."""
         replace_folder(self.folder)
         write_json(self.folder / MARK, {"inputs": checksum_inputs(self.config), "code": checksum_code()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
@@ -165,9 +165,7 @@ class Planned:
         return read_mark(self.folder)
 
     def usual_seconds(self) -> float | None:
-        """Estimate seconds: the median of the row's finished runs, else of similar ones.
-
-        Similar are other rows on the task, or other tasks' warm starts. Without any: the table's value."""
+        """Estimate seconds: the median of similar finished runs, else the table's value."""
         own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
         for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]

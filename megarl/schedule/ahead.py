@@ -1,8 +1,7 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders to the controller. Batches go through run_dir/rollouts, because a checkpoint
-needs the unused ones. With `schedule.ahead` = a, step k is sampled with the weights after step k - 1 - a (at
-least 0), so samples do not depend on timing. Weights are transferred before the actor changes again."""
+The first trainer sends orders to the controller. Batches go through run_dir/rollouts: a checkpoint needs
+unused ones. Step k always samples with the weights after step k - 1 - `schedule.ahead`."""
 
 from __future__ import annotations
 
@@ -43,10 +42,10 @@ from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
-WAIT = 5.0  # seconds between exchanges while an answer is missing
+WAIT = 5.0  # seconds between exchanges
 POLL = 0.005
 ADDRESS = "controller"
-VISIBLE = 60.0  # seconds until a file is visible on all nodes
+VISIBLE = 60.0  # seconds until a shared file must be visible
 
 
 class ControllerLink:
@@ -62,7 +61,7 @@ class ControllerLink:
             self._loop.run_until_complete(self._link.send(order))
 
     def receive(self, seconds: float) -> m.Message | None:
-        """Return the next answer, on other trainers without texts; None after about `seconds`."""
+        """Return the next answer (without texts except on rank 0), or None. Collective."""
         answer = None
         if self.runtime.rank == 0:
             answer = self._loop.run_until_complete(self._receive(seconds))
@@ -162,7 +161,7 @@ class RemoteGeneration(BatchSource):
         return metrics
 
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
-        """Order the steps after `done`, or reuse a checkpoint's rollouts."""
+        """Order the steps after `done`, or reuse a checkpoint's."""
         self.finished = self.ordered = done
         if self.runtime.rank == 0:  # later rollouts belong to another start
             remove_rollouts(rollouts_folder(self.config), done + 1)
@@ -174,9 +173,7 @@ class RemoteGeneration(BatchSource):
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
-        """Order the next rollout, if due.
-
-        unfinished: the step of an incomplete checkpoint, which needs later batches"""
+        """Order the next rollout. unfinished: step of an incomplete checkpoint, which needs later ones"""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)
@@ -209,7 +206,7 @@ class RemoteGeneration(BatchSource):
         return answer.stats, answer.answers
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the path of the last ordered rollout's manifest, which has the samplers' state."""
+        """Return the manifest (with samplers' state) of the last rollout in flight."""
         stage, number = self._last
         last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
         return {"batch": self._manifest(stage, last)}
@@ -282,7 +279,7 @@ class EngineRank:
 
         timeline.enter("wait for orders")
         while True:
-            # Restart the clock: the trainers' watchdogs limit this wait.
+            # Restart the clock: trainers' watchdogs limit this wait.
             watchdog.phase("wait for orders")
             match rollout_rank.next_order(WAIT):
                 case None:

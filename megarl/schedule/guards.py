@@ -15,22 +15,20 @@ from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
 
-# Mean lengths differ beyond this many standard errors of the log of their ratio.
+# Lengths differ if the log of their ratio exceeds this many standard errors.
 STANDARD_ERRORS = 3.0
 
 
 class Guards:
     """Counts consecutive bad steps, which end the run, and compares metrics with earlier steps.
 
-    windows     steps that may sample one response (`rollout.window`). Before, mean lengths lack long responses
-                and are not compared
-    skipped     consecutive steps without all updates
+    windows     steps that may sample one response (`rollout.window`). The first ones lack long responses
+    skipped     consecutive steps with a non-finite number
     unverified  consecutive steps in which every response had an error
     length      moving average of the response length, weight 1/2 for the newest, and its standard error
-    longer      consecutive steps above `guard.length_growth` times that: number, sums of means and of squared
-                errors
-    highest     of each metric that may collapse; longest: the standard error of the highest length
-    collapsed   metrics that had collapsed in the last step"""
+    longer      consecutive steps above `guard.length_growth`: number, sums of means and of squared errors
+    highest     value of each metric that may collapse; longest: standard error of the highest length
+    collapsed   metrics, as of the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
@@ -61,7 +59,7 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step with only errors; return lines. errors: occurrences"""
+        """Count a step with only errors; return event lines."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -117,7 +115,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """Return an alarm if lengths grow. Those that may be noise are averaged with later ones."""
+        """Return an alarm if lengths grow; average them with later ones if that may be noise."""
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer
@@ -142,7 +140,7 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
-    """Write a failed phase's batch to run_dir/failed, and add the place to the error."""
+    """Write the batch to run_dir/failed, and add the place to the error."""
     folder, batch = run.config.run_dir / "failed", step.batch
     parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"

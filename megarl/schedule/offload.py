@@ -1,4 +1,4 @@
-"""Residency of tensor groups: those that a phase does not need wait in host memory."""
+"""Residency of tensor groups: unneeded ones wait in host memory during a phase."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADVICE = {
 
 
 class EngineMemory:
-    """The engine's weights or KV cache on this rank. A sleep on a GPU measures `nbytes`."""
+    """This rank's share of engine weights or KV cache. On a GPU `sleep` measures `nbytes`."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -57,9 +57,7 @@ class EngineMemory:
 class AlternatingGroup:
     """One tensor group of several models, such as the weights of all teachers.
 
-    At most one part is on the device, or, with `stay`, always all.
-
-    current  the part that is or was last on the device
+    At most one part, `current`, is on the device; with `stay` always all.
     """
 
     def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
@@ -78,10 +76,7 @@ class AlternatingGroup:
 
 
 class OffloadManager:
-    """Moves this rank's tensor groups.
-
-    All ranks make the same moves in the same order: sleep and wake of an engine are collective.
-    """
+    """Moves tensor groups, on all ranks in the same order: engines' sleep and wake are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
@@ -157,9 +152,9 @@ class OffloadManager:
 
     @contextmanager
     def measure_memory(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase> and memory_<kind>/<phase> to the metrics, in bytes.
+        """Add memory/<phase> and memory_<kind>/<phase> (bytes) to the metrics.
 
-        On a GPU: see `device_peak`. On a CPU: the loaded groups, and the process's peaks.
+        They are `device_peak` on a GPU, else loaded groups and the process's peaks.
         """
         reset_device_peak(self.device)
         if self.device.type == "cpu":
@@ -180,12 +175,12 @@ class Residency:
         self.manager, self.models, self.weight_sync = manager, models, weight_sync
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have only these tensor groups, and residency.keep, on the device.
+        """Have only these tensor groups and residency.keep on the device.
 
         An engine without weights gets the actor's first, unless the phase syncs them."""
         weight_sync = self.weight_sync
         if weight_sync is None:
-            # Without an engine here, a phase that needs only engine groups moves nothing.
+            # No engine here: phases that need only its groups move nothing.
             if own := {name for name in groups if not name.startswith("engine.")}:
                 self.manager.onload(phase, own)
             return

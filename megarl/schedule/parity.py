@@ -1,7 +1,6 @@
 """The parity gate: compares log-probs of engine and trainer before a start's first update.
 
-A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-that differs from transformers on the same weights."""
+With guard.parity_layers the error names the first layer that differs from transformers."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards
 from megarl.weights.tensor_files import Processes
 
-# Limits of the mean |difference| of log-probs, in nats. Single tokens may differ more.
+# Limits of the mean |difference| of log-probs, in nats.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
 # Relative limits of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
 SEQUENCES, TOKENS = 2, 256
-# Layer (-1: before the first; number of layers: after the last), and its part's name.
+# Layer (-1: before the first; number of layers: after the last), and part.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 PARTS = {
@@ -64,7 +63,7 @@ def get_precision(config: Config) -> str:
 
 
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
-    """Return the response tokens sampled with the weights of `version`, bool [T].
+    """Return the response tokens of weight `version`, bool [T].
 
     Both log-probs include temperature, neither top-p nor top-k."""
     if "token_versions" in batch:
@@ -75,9 +74,9 @@ def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
 
 
 def check_parity(run: Run, step: Step) -> None:
-    """Raise ParityError on every rank if engine and trainer differ.
+    """Raise ParityError on every rank if engine and trainer differ too much.
 
-    Without old log-probs, a pass computes the first mini-batch's."""
+    Without old log-probs, a pass computes those of the first mini-batch."""
     guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
@@ -214,9 +213,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 
 
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
-    """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
-
-    (layers, HEAD) has the response's log-probs, [r]."""
+    """Return the trainer's outputs, [t, hidden], on rank 0; response log-probs, [r], at (layers, HEAD)."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
@@ -260,7 +257,7 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 def _run_reference(
     engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Return the outputs of the reference's parts, [t, hidden]; logits [t, vocab] at (layers, HEAD).
+    """Return the reference's outputs, [t, hidden]; logits, [t, vocab], at (layers, HEAD).
 
     Each layer's input is the trainer's, so that a difference shows only where it arises."""
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
@@ -303,9 +300,7 @@ def _compare(
     states: Mapping[Part, Tensor],
     temperature: float,
 ) -> dict[Part, float]:
-    """Return each part's RMS over tokens of |difference| / |output|.
-
-    For the output layer it is the mean |difference| of log-probs."""
+    """Return each part's RMS of |difference| / |output|; the mean |difference| of log-probs for HEAD."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():

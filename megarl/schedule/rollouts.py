@@ -1,6 +1,6 @@
-"""Rollouts on disk, for `megarl replay`, value pretraining (VAPO section 4.1) and separate rollout ranks.
+"""Rollouts on disk, for replay, value pretraining (VAPO section 4.1) and separate rollout ranks.
 
-A rollout is a folder with a safetensors file per rank, and a manifest with checksums, written last."""
+A rollout is a folder with a safetensors file per rank, and a manifest, written last."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# A rank's columns [n], and an empty batch with the types of columns [T].
+# Columns [n], and an empty batch with the types of columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
 
 class RolloutStore:
-    """A folder of rollouts. All ranks make the same calls, and agree on errors.
+    """A folder of rollouts. Methods are collective, and raise the same errors on all ranks.
 
-    key, remedy  for messages about failed writes
-    made_from    stored settings, which must be equal to read a rollout"""
+    key, remedy  for messages
+    made_from    settings, which must be equal to read a rollout"""
 
     def __init__(
         self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
@@ -70,7 +70,7 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout; collective. state: JSON, rank 0's counts. Raises ConfigError."""
+        """Write a rollout. state: JSON, rank 0's counts. Raises ConfigError."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
@@ -135,7 +135,7 @@ def read_rollout(
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # as text: a prompt's columns may have integers of any size
+            text = json.dumps(manifest)  # as text: a prompt's integers may have any size
     except (ConfigError, DataError) as error:
         failure = error
     text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
@@ -154,7 +154,7 @@ def read_rollout(
         own = join(batches)
         own = own.select(own["row"].argsort())
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
-        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files
         if "begun" in columns:
             columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
         columns |= {"length": own.lengths, "response_length": own.response_lengths}
@@ -208,7 +208,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check the first rollout's settings. Model and prompts are compared later."""
+    """Check the first rollout's settings, without model and prompts."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -218,7 +218,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys of one side only, from another version of megarl, are not compared."""
+    Keys of one side only, from another version, are ignored."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"
