@@ -1,4 +1,4 @@
-"""`megarl ablate`: run all rows and seeds of a table or protocol; write table and figure.
+"""Run all rows and seeds of a table or protocol; write table and figure.
 
 Rows share a seed's task and warm start. Interrupted runs start anew. Finished ones with other settings are
 refused, or repeated with --fresh."""
@@ -98,7 +98,7 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
     if into is not None:
         _split_at_table(into, table.name)
     task_writer(table.task)
-    # Seed by seed: after an interruption, all rows have nearly the same seeds.
+    # Seed by seed: an interruption leaves all rows nearly the same seeds.
     planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
     for run in planned:  # reports a wrong override before the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
@@ -159,7 +159,7 @@ def _ablate_protocol(
     if tuning:
         protocol = protocol.model_copy(update={"rows": tuple(chosen)})
     planned: dict[Arm, Planned] = {}
-    for seed in settings.seeds:  # seed by seed, as in `ablate`
+    for seed in settings.seeds:
         for row in protocol.rows:
             rows = {one.name: one for one in tables[row.task].rows}
             for arm in (row.against, row.row):
@@ -362,7 +362,7 @@ def _split_at_table(into: Path, name: str) -> tuple[str, str]:
 
 
 def _write_into(into: Path, name: str, out: Path, picture: str, what: str) -> None:
-    """Write the table between its marks, and its figure to images/ next to the file."""
+    """Write the table between its marks, and its figure to images/."""
     before, after = _split_at_table(into, name)
     figure = into.parent / "images" / f"ablations_{name.replace('.', '_')}.png"
     figure.parent.mkdir(exist_ok=True)

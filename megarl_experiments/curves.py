@@ -77,7 +77,7 @@ def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
 
 
 def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Return the runs' common steps, with mean and standard deviation (0 for one seed)."""
+    """Return common steps, means and standard deviations (0 for one seed)."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
     values = [[curve[step] for curve in curves.values()] for step in steps]
     means = [statistics.fmean(v) for v in values]

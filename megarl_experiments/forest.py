@@ -1,4 +1,4 @@
-"""A protocol's verdicts and forest plot, as text, PNG and one HTML page."""
+"""A protocol's verdicts and forest plot, as text, PNG and HTML."""
 
 from __future__ import annotations
 

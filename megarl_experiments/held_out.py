@@ -80,7 +80,7 @@ def truncate(curve: Curve, last: int) -> dict[str, Any]:
 
 
 def accumulate(curve: Curve, metric: str) -> tuple[list[float], list[float]]:
-    """Return the total of `metric` (of SPENT) up to each evaluation, and the accuracy there."""
+    """Return the total of `metric` up to each evaluation, and the accuracy there."""
     points = [each for each in curve["evaluations"] if each["of"] == "all"]
     before = curve["value_pretraining"][metric]
     steps = [[s[metric] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
@@ -203,7 +203,7 @@ def draw_table(rows: Rows, path: Path, equal: str = "tokens") -> None:
 
 
 def draw_curves(curves: Sequence[Curve], folder: Path) -> None:
-    """Plot FIGURES: each recipe's mean over seeds, and each seed as a thin line."""
+    """Plot FIGURES: each recipe's mean, and each seed as a thin line."""
     for name, (of, title) in FIGURES.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()

@@ -40,15 +40,15 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def sign_flip_p(differences: Sequence[float], exact: int = EXACT, samples: int = SIGNS) -> float:
-    """Return the two-sided p of differences symmetric about 0 (Fisher 1935).
+    """Return the two-sided p of a test for symmetry about 0 (Fisher 1935).
 
-    It is the share of sign choices with at least the observed |sum|: of all 2^n up to `exact` differences,
-    else of `samples` random ones. The observed choice counts too (Phipson and Smyth 2010).
+    It is the share of sign choices with at least the observed |sum|, of all 2^n up to `exact` differences,
+    else of `samples` random ones. Counting the observed choice keeps p valid (Phipson and Smyth 2010).
     scipy.stats.permutation_test takes 300 times as long."""
     values = np.asarray(differences, dtype=np.float64)
     observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
     if len(values) <= exact:
-        sums = values[:1]  # its other sign gives the same distances
+        sums = values[:1]  # both signs of the first give the same distances
         for value in values[1:]:
             sums = np.concatenate([sums + value, sums - value])
         return float((np.abs(sums) >= observed).mean())

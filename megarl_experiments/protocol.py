@@ -57,7 +57,7 @@ class Task(Section):
 
 
 class SharedTasks(Section):
-    """A file of tasks that several protocols share."""
+    """Tasks that several protocols share."""
 
     tasks: dict[str, Task] = Field(min_length=1)
 
@@ -91,7 +91,7 @@ class Protocol(Section):
     table: Path  # rows' files and papers' points
     warm_start: Path  # replaces the table's
     first_seed: int = Field(FRESH, ge=FRESH)
-    seeds: int = Field(ge=2)  # number of seeds, from first_seed
+    seeds: int = Field(ge=2)  # from first_seed
     # A run's score: mean accuracy of the last `last` evaluations, or of all after step 0 (`curve`).
     statistic: Literal["last", "curve"]
     last: int = Field(3, ge=1)
@@ -154,7 +154,7 @@ class Protocol(Section):
         for name, task in self.tasks.items():
             common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
-            # Protocols share the warm starts of tasks with equal names, knobs and files.
+            # Protocols share the warm start of tasks with equal names and keys.
             key = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
@@ -191,8 +191,8 @@ class RowOutcome:
 
     row: ProtocolRow
     seeds: range  # the protocol's
-    differences: Mapping[int, float]  # by seed, of the protocol's statistic
-    paper: float | None = None  # points of `row` minus those of `against`
+    differences: Mapping[int, float]  # by seed
+    paper: float | None = None  # points of `row` minus `against`
     other: float | None = None  # mean difference of the other statistic
     mean: float | None = None
     low: float | None = None  # 1 - LEVEL interval, uncorrected
@@ -289,10 +289,10 @@ class Power:
 
     row: ProtocolRow
     tuned: int  # tuning seeds
-    deviation: float | None = None  # standard deviation of the differences
+    deviation: float | None = None  # standard deviation
     for_difference: int | None = None  # to detect `bound`
     for_equivalence: int | None = None  # to show equivalence if there is no difference
-    detectable: float | None = None  # smallest difference that the protocol's seeds detect
+    detectable: float | None = None  # smallest difference that the seeds detect
 
 
 def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:

@@ -44,7 +44,7 @@ class Comparison:
 
     against: str
     seeds: int
-    mean: float  # difference of scores
+    mean: float
     error: float | None = None  # standard error of the mean
     low: float | None = None  # 95 % confidence interval
     high: float | None = None

@@ -40,13 +40,13 @@ class AblationRow(Section):
     """A row of an ablation table."""
 
     name: str = Field(min_length=1)
-    config: Path  # based on the paper's 32B file
+    config: Path  # based on a 32B file
     paper: float | None = None  # AIME 2024 avg@32 points
     overrides: tuple[str, ...] = ()  # at demo scale
 
     @property
     def slug(self) -> str:
-        """Return the row's name on the command line and in paths."""
+        """Return the name on the command line and in paths."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
@@ -63,7 +63,7 @@ class AblationTable(Section):
     full: str  # the row of the whole system
     # Compare each row with the full system, or the row above.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
-    last: int = Field(1, ge=1)  # evaluations whose mean is a run's score
+    last: int = Field(1, ge=1)  # last evaluations, whose mean is a run's score
     rows: tuple[AblationRow, ...] = Field(min_length=1)
     # A protocol sets these per task.
     knobs: dict[str, Any] = Field({})  # keyword arguments of `task`
@@ -81,7 +81,7 @@ class AblationTable(Section):
         return self
 
     def config(self, row: AblationRow, overrides: Sequence[str]) -> Config:
-        """Return the row's configuration: its file over `base`, then its overrides and these."""
+        """Return the row's configuration: its files over `base`, then its overrides and these."""
         base = self.folder / self.base
         return load_config(self.folder / row.config, (*row.overrides, *overrides), base=base)
 
@@ -195,7 +195,7 @@ class Planned:
         return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
 
     def changed(self) -> str:
-        """Describe settings and inputs that differ from the finished run's."""
+        """Describe settings and inputs that differ from the finished run's; empty if none."""
         try:
             then, now = list_settings(load_config(self.folder / PLAN)), list_settings(self.config)
         except ConfigError as error:

@@ -1,7 +1,8 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
 The first trainer sends orders to the controller. Batches go through run_dir/rollouts: a checkpoint needs
-unused ones. Step k always samples with the weights after step k - 1 - `schedule.ahead`."""
+unused ones. Step k always samples with the weights after step k - 1 - `schedule.ahead` (at least 0).
+Weights are transferred before the actor changes again."""
 
 from __future__ import annotations
 

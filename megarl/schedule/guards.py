@@ -115,7 +115,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """Return an alarm if lengths grow; average them with later ones if that may be noise."""
+        """Return an alarm if lengths grow. Average those that may be noise with later ones."""
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer

@@ -93,7 +93,7 @@ def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]
 
 
 def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
-    """Build all listeners, the trace outermost, the clock innermost."""
+    """Build listeners, the trace outermost, the clock innermost."""
     watched = [] if watchdog is None else [WatchdogListener(watchdog)]
     return Listeners(TraceListener(run), RecordListener(run), TimelineListener(run), *watched, Clock())
 

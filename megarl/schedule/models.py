@@ -1,4 +1,4 @@
-"""Build models with their weights, and export them."""
+"""Build and export models."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def get_precision(config: Config) -> str:
 
 
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
-    """Return the response tokens of weight `version`, bool [T].
+    """Return the response tokens sampled with the weights of `version`, bool [T].
 
     Both log-probs include temperature, neither top-p nor top-k."""
     if "token_versions" in batch:
@@ -300,7 +300,7 @@ def _compare(
     states: Mapping[Part, Tensor],
     temperature: float,
 ) -> dict[Part, float]:
-    """Return each part's RMS of |difference| / |output|; the mean |difference| of log-probs for HEAD."""
+    """Return each part's RMS over tokens of |difference| / |output|, or of HEAD mean |difference|."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():

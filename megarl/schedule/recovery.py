@@ -112,7 +112,7 @@ class Recovery:
     def check(self, seconds: float = 0.0, *, weights_changed: bool = False) -> None:
         """Continue writing a checkpoint. Raises Interrupted if asked to leave or short of `seconds`.
 
-        weights_changed: the run cannot leave"""
+        weights_changed: since the last step, so the run cannot leave"""
         if not (self.writer.unfinished if weights_changed else self.every):
             return
         should_stop = not weights_changed and self.stop.should_stop(seconds)

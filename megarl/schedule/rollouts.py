@@ -1,6 +1,7 @@
 """Rollouts on disk, for replay, value pretraining (VAPO section 4.1) and separate rollout ranks.
 
-A rollout is a folder with a safetensors file per rank, and a manifest, written last."""
+A rollout is a folder with a safetensors file per rank, and a manifest, written last. Any
+layout can read it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# Columns [n], and an empty batch with the types of columns [T].
+# A rank's columns [n], and an empty batch with the types of columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 

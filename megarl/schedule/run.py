@@ -92,7 +92,7 @@ class Run:
 
 
 def build_run(config: Config, runtime: Runtime, source: BatchSource | None = None) -> Run:
-    """Build models, batch source and weight sync. source: replaces the configured one."""
+    """Build models, batch source and weight sync. source: replaces the configured one, without engines."""
     tokenizer = load_tokenizer(config.model.path)
     folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
     stays = never_offloaded(config, gpu=runtime.device.type == "cuda")

@@ -29,7 +29,7 @@ def has_tokens(number: int, steps: int) -> bool:
 def add_tokens(
     samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
 ) -> list[SampleRecord]:
-    """Return samples with their tokens' columns; [] except on rank 0. Collective."""
+    """Return samples with columns of tokens; [] except on rank 0. Collective."""
     rows = broadcast_from_rank_0(runtime, list(samples), list[int])
     own = token_columns(batch, rows) if runtime.is_replica_leader else {}
     parts = gather_to_rank_0(runtime, own, dict[int, dict[str, Tensor]])

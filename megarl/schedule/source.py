@@ -59,7 +59,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `join`. Raises CheckpointError if data files have changed."""
+        """Continue from a value of `join`. Raises CheckpointError if data files have changed."""
 
     @abstractmethod
     def close(self) -> None:
