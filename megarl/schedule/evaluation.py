@@ -36,8 +36,8 @@ from megarl.weights.megatron import open_model
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
     """Resolve `--checkpoint`: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
 
-    Returns the config with its `model.path`, and the checkpoint's actor folder (None: weights in `model.path`).
-    Raises CheckpointError."""
+    Returns the config with its `model.path`, and the checkpoint's actor folder, or None if `model.path` has
+    the weights. Raises CheckpointError."""
     if given is None:
         return config, None
     if not given.is_dir():

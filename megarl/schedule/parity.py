@@ -300,7 +300,7 @@ def _compare(
     states: Mapping[Part, Tensor],
     temperature: float,
 ) -> dict[Part, float]:
-    """Return each part's RMS over tokens of |difference| / |output|, or of HEAD mean |difference|."""
+    """Return each part's RMS over tokens of |difference| / |output|; for HEAD the mean |difference|."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():
