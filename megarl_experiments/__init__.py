@@ -1,1 +1,1 @@
-"""`megarl ablate`: a paper's ablation table at demo scale, from its rows to one table and one figure."""
+"""`megarl ablate`: papers' ablation tables at demo scale."""

@@ -1,4 +1,4 @@
-"""`megarl ablate`: a paper's ablation table, or a protocol, as runs of `megarl train`."""
+"""The command line of `megarl ablate`."""
 
 from __future__ import annotations
 

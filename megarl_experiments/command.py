@@ -1,8 +1,7 @@
-"""`megarl ablate`: run the rows x seeds of a table or protocol, and write table and figure.
+"""Run all rows and seeds of a table or protocol; write table and figure.
 
-All rows and tables share a seed's task and warm start. A finished run is not repeated, an interrupted one
-starts anew. A run with other settings is refused, or repeated with --fresh.
-"""
+Rows share a seed's task and warm start. Interrupted runs start anew. Finished ones with other settings are
+refused, or repeated with --fresh."""
 
 from __future__ import annotations
 
@@ -52,10 +51,10 @@ from megarl_experiments.tables import (
 
 @dataclass
 class Budget:
-    """The number of runs and the time that --most and --hours leave."""
+    """The runs and time that --most and --hours leave."""
 
     most: float  # runs
-    end: float  # a value of time.monotonic()
+    end: float  # time.monotonic()
     is_spent: bool = False
 
     @classmethod
@@ -78,17 +77,16 @@ class Budget:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lease of a folder: two commands in it would delete each other's runs."""
+    """Lock a folder: two commands would delete each other's runs."""
     remedy = "wait for it, or choose another --folder"
     with hold_lease(folder, "megarl ablate", remedy=remedy) as lease, lease.kept():
         yield
 
 
 def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> int:
-    """Run the missing runs of a table or protocol and write its results.
+    """Complete a table's or protocol's runs and write results; return `Budget.exit_code`.
 
-    Returns 0, the exit code of a failed run, or 75 if --hours or --most left runs. `given.seeds` may be
-    empty: the default seeds."""
+    Empty `given.seeds`: the default seeds."""
     settings_after_rows = [row for row in given.rows if "=" in row]  # `--rows a b steps=30`
     rows = [row for row in given.rows if "=" not in row]
     given = replace(given, rows=rows, overrides=[*given.overrides, *settings_after_rows])
@@ -100,7 +98,7 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
     if into is not None:
         _split_at_table(into, table.name)
     task_writer(table.task)
-    # Seed by seed: after an interruption, all rows have nearly the same seeds.
+    # Seed by seed: an interruption leaves all rows nearly the same seeds.
     planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
     for run in planned:  # reports a wrong override before the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
@@ -143,11 +141,11 @@ def _ablate_protocol(
     into: Path | None,
     given: Options,
 ) -> int:
-    """Run a protocol's missing seeds and decide its rows; with seeds below FRESH, log settings."""
+    """Run missing seeds and decide rows; log settings of tuning seeds."""
     tuning = bool(given.seeds)
     settings = replace(given, seeds=given.seeds or protocol.fresh_seeds)
     tables = protocol.tables()
-    known = {row.name: row for row in next(iter(tables.values())).rows}  # for slugs and points
+    known = {row.name: row for row in next(iter(tables.values())).rows}
     _check_settings(settings, [known[row.row].slug for row in protocol.rows])
     if tuning and max(settings.seeds) >= FRESH:
         problem = f"a protocol takes only tuning seeds, below {FRESH}. Leave --seeds out for the final run."
@@ -161,7 +159,7 @@ def _ablate_protocol(
     if tuning:
         protocol = protocol.model_copy(update={"rows": tuple(chosen)})
     planned: dict[Arm, Planned] = {}
-    for seed in settings.seeds:  # seed by seed, as in `ablate`
+    for seed in settings.seeds:
         for row in protocol.rows:
             rows = {one.name: one for one in tables[row.task].rows}
             for arm in (row.against, row.row):
@@ -217,7 +215,7 @@ def _ablate_protocol(
 def _print_costs(
     powers: Sequence[Power], own: Mapping[Arm, Planned], warm: Iterable[Planned], fresh: bool
 ) -> None:
-    """Print each row's missing runs with their estimated time, and the power of its seeds."""
+    """Print each row's missing runs, their time, and its power."""
 
     def cost(missing: Sequence[Planned]) -> str:
         usual = {run.folder.parent: run.usual_seconds() for run in missing}
@@ -247,7 +245,7 @@ def _print_costs(
 
 
 def _warm_starts(planned: Iterable[Planned], settings: Options) -> dict[Path, Planned]:
-    """Return model path -> warm start for all models that the runs start from."""
+    """Return model path -> warm start."""
     first = {run.config.model.path: run for run in planned}
     return {path: warm_start(run.table, settings, run.seed) for path, run in first.items()}
 
@@ -255,7 +253,7 @@ def _warm_starts(planned: Iterable[Planned], settings: Options) -> dict[Path, Pl
 def _warm_up(
     warm: Mapping[Path, Planned], planned: Iterable[Planned], settings: Options, budget: Budget
 ) -> tuple[list[int], list[Planned]]:
-    """Make tasks and complete warm starts; return the exit codes of failed ones and the ready runs."""
+    """Make tasks and warm starts; return exit codes of failed ones, and the ready runs."""
     code = checksum_code()
     for run in warm.values():
         # Comparing tasks is slow. The same code and knobs (part of the folder's name) make the same task.
@@ -266,12 +264,12 @@ def _warm_up(
 
 
 def _usable(run: Planned) -> bool:
-    """Return whether a run is finished and has today's settings."""
+    """Return whether a run is finished and up to date."""
     return run.seconds() is not None and run.config.model.path.is_dir() and not run.changed()
 
 
 def _check_settings(settings: Options, slugs: Sequence[str]) -> None:
-    """Raise ConfigError for impossible seeds, rows, limits or overrides."""
+    """Raise ConfigError for impossible options."""
     if unknown := set(settings.rows) - {*slugs}:
         raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(slugs)})")
     if len(set(settings.seeds)) < len(settings.seeds) or min(settings.seeds) < 0:
@@ -289,7 +287,7 @@ def _check_settings(settings: Options, slugs: Sequence[str]) -> None:
 def _complete(
     planned: Sequence[Planned], settings: Options, budget: Budget, finish: Callable[[Planned], None]
 ) -> list[int]:
-    """Run unfinished runs within the budget and `finish` each; return the exit codes of failed ones."""
+    """Complete runs within the budget and `finish` each; return exit codes of failed ones."""
     waiting = []
     for run in planned:
         if run.seconds() is None:
@@ -319,7 +317,7 @@ def _complete(
             ]
             print(f"[{count}/{len(waiting)}] {run.name}: {', '.join(filter(None, facts))}", flush=True)
             if one.problem:
-                codes.append(one.code if one.code in (1, 2) else 1)  # 1 for a run that a signal ended
+                codes.append(one.code if one.code in (1, 2) else 1)  # 1 after a signal
             else:
                 write_json(run.folder / MARK, {**run.mark(), "seconds": round(one.seconds, 1)})
                 finish(run)
@@ -349,7 +347,7 @@ def _result(table: AblationTable, settings: Options, finished: Sequence[Planned]
 
 
 def _split_at_table(into: Path, name: str) -> tuple[str, str]:
-    """Return the text before and after the table in a Markdown file, marks included."""
+    """Return the text before and after the table, marks included."""
     begin, end = f"<!-- megarl ablate {name}: begin -->\n", f"<!-- megarl ablate {name}: end -->"
     try:
         text = into.read_text(encoding="utf-8")
@@ -364,7 +362,7 @@ def _split_at_table(into: Path, name: str) -> tuple[str, str]:
 
 
 def _write_into(into: Path, name: str, out: Path, picture: str, what: str) -> None:
-    """Write the table between its marks, and its figure to the folder images/ of the file's folder."""
+    """Write the table between its marks, and its figure to images/."""
     before, after = _split_at_table(into, name)
     figure = into.parent / "images" / f"ablations_{name.replace('.', '_')}.png"
     figure.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Plot the accuracy by step of each row and the full system, as one page and one PNG."""
+"""Plot each row's accuracy by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = 3
 
 
 def write_page(result: Result, path: Path) -> None:
-    """Write one self-contained HTML file: table, protocol, a figure for each row."""
+    """Write one self-contained HTML file."""
     limits, steps = _axes_limits(result)
     cards = []
     for row in result.rows:
@@ -43,7 +43,7 @@ def write_page(result: Result, path: Path) -> None:
 
 
 def write_png(result: Result, path: Path) -> None:
-    """Write all rows as small figures with the same axes, for pages without HTML."""
+    """Write all rows as small figures with the same axes."""
     limits, steps = _axes_limits(result)
     lines = -(-len(result.rows) // COLUMNS)
     fig = Figure(figsize=(3.4 * COLUMNS, 2.25 * lines + 0.4), layout="constrained")
@@ -77,7 +77,7 @@ def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
 
 
 def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[float]]:
-    """Return the common steps of all runs, and mean and standard deviation (0 for one seed)."""
+    """Return common steps, means and standard deviations (0 for one seed)."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values()))) if curves else []
     values = [[curve[step] for curve in curves.values()] for step in steps]
     means = [statistics.fmean(v) for v in values]
@@ -85,14 +85,14 @@ def band(curves: Mapping[int, Curve]) -> tuple[list[int], list[float], list[floa
 
 
 def points_text(row: RowResult, full: RowResult) -> str:
-    """Return the paper's points of the row and of its full system, as text."""
+    """Return the paper's points of row and full system."""
     if row.paper is None:
         return ""
     return f"paper {row.paper:g}" + ("" if row is full or full.paper is None else f" of {full.paper:g}")
 
 
 def _axes_limits(result: Result) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return limits that fit all rows: accuracy from 0 to the highest band, and all steps."""
+    """Return limits of accuracy and steps that fit all rows."""
     tops = [m + d for row in result.rows for m, d in zip(*band(row.curves)[1:], strict=True)]
     steps = [step for row in result.rows for curve in row.curves.values() for step in curve]
     span = (min(steps), max(max(steps), min(steps) + 1)) if steps else (0, 1)

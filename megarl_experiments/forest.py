@@ -1,4 +1,4 @@
-"""The results of a protocol: a table with verdicts and a forest plot, as text, PNG and one HTML page."""
+"""A protocol's verdicts and forest plot, as text, PNG and HTML."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def markdown(
     tried: Sequence[Mapping[str, Any]],
     note: str,
 ) -> str:
-    """Return the table of verdicts with its rules, tasks, estimated power and tried settings as Markdown."""
+    """Return verdicts, rules, tasks, power and tried settings as Markdown."""
 
     def grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))
@@ -97,7 +97,7 @@ def markdown(
 
 
 def cells(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows of the table of verdicts as text."""
+    """Return heads and rows of the verdicts as text."""
     other = "all evaluations" if protocol.statistic == "last" else "the last evaluations"
     heads = ["row", "task", "paper: points, claim", "difference", "p, Holm", "bound", "p of equivalence"]
     heads += [f"difference over {other}", "seeds", "verdict"]
@@ -119,7 +119,7 @@ def cells(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> tuple[list[str]
 
 
 def rules(protocol: Protocol, outcomes: Sequence[RowOutcome]) -> list[str]:
-    """Return the rules of the verdicts, one sentence each."""
+    """Return the rules of the verdicts."""
     counts = {verdict: sum(one.verdict == verdict for one in outcomes) for verdict in VERDICTS}
     decided = sum(count for verdict, count in counts.items() if verdict != "undecided")
     listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -165,7 +165,7 @@ def terminal(outcomes: Sequence[RowOutcome], width: int = 41) -> str:
 
 
 def draw(outcomes: Sequence[RowOutcome]) -> Figure:
-    """Plot each row's difference with interval, bound (shaded), the paper's points and the verdict."""
+    """Plot each row's difference, interval, shaded bound, paper's points and verdict."""
     heads = 34  # points a row
     fig, axes = figure(right=62, left=8, height=58 + heads * len(outcomes))
     axes.grid(False)
@@ -197,7 +197,7 @@ def draw(outcomes: Sequence[RowOutcome]) -> Figure:
 def write_page(
     protocol: Protocol, outcomes: Sequence[RowOutcome], curves: Mapping[Arm, Curve], note: str, path: Path
 ) -> None:
-    """Write one self-contained HTML file: forest plot, table, rules, and both curves of each row."""
+    """Write one self-contained HTML file."""
     heads, rows = cells(protocol, outcomes)
     marked = [(line, one.verdict in ("holds", "opposite")) for line, one in zip(rows, outcomes, strict=True)]
     look = "Each line: mean difference and interval of the row minus its neighbour."

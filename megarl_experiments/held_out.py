@@ -1,7 +1,7 @@
-"""Extract held-out curves from finished runs and compare them at equal cost.
+"""Compare held-out curves of finished runs at equal cost.
 
-A curve is a JSON object. It has recipe, seed, `evaluations` (step, problem set, accuracy, 95 % interval),
-`value_pretraining` and `steps`, the last two with tokens and seconds."""
+A curve is a JSON object: recipe, seed, `evaluations` (step, problem set, accuracy, 95 % interval),
+`value_pretraining` and `steps` (tokens and seconds)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megarl_experiments.result import Comparison, compare, correct_by_holm, scor
 from megarl_report import plots
 
 Curve = Mapping[str, Any]
-Rows = Mapping[str, Sequence[Curve]]  # row name -> curves, one for each seed
-STEP = (  # metrics of a step that a curve contains
+Rows = Mapping[str, Sequence[Curve]]  # row name -> a curve per seed
+STEP = (  # a curve's metrics of a step
     *("reward/accuracy", "reward/score", "response/length_mean", "policy/entropy", "policy/grad_norm"),
     *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
     *("rollout/tokens", "time/step"),
@@ -53,13 +53,13 @@ def read_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_value_pretraining(run_dir: Path) -> dict[str, float]:
-    """Return the tokens and seconds that value pretraining took in total."""
+    """Return the tokens and seconds of value pretraining."""
     records = [r for r in read_metrics(run_dir).records if r["stage"] == "value_pretraining"]
     return {metric: sum(record[metric] for record in records) for metric in SPENT}
 
 
 def measure_seconds(curve: Curve) -> dict[str, float]:
-    """Return the median seconds of a step, and the seconds of value pretraining."""
+    """Return the median seconds of a step, and those of value pretraining."""
     return {
         "step_seconds": median(step["time/step"] for step in curve["steps"]),
         "value_pretraining_seconds": curve["value_pretraining"]["time/step"],
@@ -67,7 +67,7 @@ def measure_seconds(curve: Curve) -> dict[str, float]:
 
 
 def take_minimum(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the smallest `measure_seconds` of a row's runs, which other load disturbed least."""
+    """Return the smallest seconds of a row's runs, which other load disturbed least."""
     return {name: min(run[name] for run in seconds) for name in ("step_seconds", "value_pretraining_seconds")}
 
 
@@ -80,7 +80,7 @@ def truncate(curve: Curve, last: int) -> dict[str, Any]:
 
 
 def accumulate(curve: Curve, metric: str) -> tuple[list[float], list[float]]:
-    """Return the total of `metric`, one of SPENT, up to each evaluation, and the accuracy there."""
+    """Return the total of `metric` up to each evaluation, and the accuracy there."""
     points = [each for each in curve["evaluations"] if each["of"] == "all"]
     before = curve["value_pretraining"][metric]
     steps = [[s[metric] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
@@ -89,17 +89,16 @@ def accumulate(curve: Curve, metric: str) -> tuple[list[float], list[float]]:
 
 
 def replace_seconds(curve: Curve, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Return a curve with the row's `take_minimum` seconds: a run's own depend on other load."""
+    """Return a curve with the `take_minimum` seconds of its row."""
     pretraining = {**curve["value_pretraining"], "time/step": seconds["value_pretraining_seconds"]}
     steps = [{**step, "time/step": seconds["step_seconds"]} for step in curve["steps"]]
     return {**curve, "value_pretraining": pretraining, "steps": steps}
 
 
 def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[int, float]]]:
-    """Return the smallest total of `metric` over all runs, and row -> seed -> accuracy there.
+    """Return the smallest final total of `metric` over runs, and row -> seed -> accuracy there.
 
-    `metric` is one of SPENT. The accuracy is interpolated linearly between evaluations. Old curves without
-    costs are left out."""
+    The accuracy is interpolated linearly. Old curves without costs are left out."""
     full = {row: [run for run in runs if "value_pretraining" in run] for row, runs in rows.items()}
     spent = {row: {run["seed"]: accumulate(run, metric) for run in runs} for row, runs in full.items()}
     least = min((points[-1] for runs in spent.values() for points, _ in runs.values()), default=0.0)
@@ -110,7 +109,7 @@ def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[
 
 
 def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
-    """Return seed -> accuracy of the last evaluation on the problem set `of`."""
+    """Return seed -> accuracy of the last evaluation on set `of`."""
     return {
         run["seed"]: [each["right"] for each in run["evaluations"] if each["of"] == of][-1] for run in runs
     }
@@ -119,7 +118,7 @@ def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
 def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]]:
     """Return where rows are compared, in words, and row -> seed -> accuracy there.
 
-    equal: "tokens", or "steps" for the last step at any number of tokens."""
+    equal: "tokens", or "steps" for the last step"""
     if equal == "steps":
         return "after the last step", {row: score_at_end(runs) for row, runs in rows.items()}
     tokens, scores = score_at_equal_cost(rows, "rollout/tokens")
@@ -127,7 +126,7 @@ def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]
 
 
 def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
-    """Return row -> difference to the first row, paired by seed and corrected by Holm."""
+    """Compare rows with the first one, corrected by Holm."""
     first, *others = scores
     compared = {row: compare(scores[row], scores[first], first) for row in others}
     comparisons = {row: one for row, one in compared.items() if one is not None}
@@ -137,8 +136,7 @@ def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Compari
 def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") -> str:
     """Return a Markdown table: each row's accuracy, and its difference to the first row.
 
-    The accuracy is given after the last step, at equal tokens and, with `minutes`, at equal seconds. The
-    difference, where `equal` compares, has the 95 % interval of the paired t-test over seeds."""
+    equal: see `score_rows`"""
     tokens, at_tokens = score_at_equal_cost(rows, "rollout/tokens")
     seconds, at_seconds = score_at_equal_cost(rows, "time/step")
     where, scores = score_rows(rows, equal)
@@ -170,7 +168,7 @@ def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") ->
 
 
 def draw_table(rows: Rows, path: Path, equal: str = "tokens") -> None:
-    """Plot the figures of `format_table`: accuracy by tokens, each seed's score, and the differences."""
+    """Plot accuracy by tokens, each seed's score, and the differences."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     over, each, difference = figure.subplots(1, 3, width_ratios=(3, 2, 2))
     where, scores = score_rows(rows, equal)
@@ -205,7 +203,7 @@ def draw_table(rows: Rows, path: Path, equal: str = "tokens") -> None:
 
 
 def draw_curves(curves: Sequence[Curve], folder: Path) -> None:
-    """Plot the held-out curves of FIGURES: each recipe's mean over seeds, and each seed as a thin line."""
+    """Plot FIGURES: each recipe's mean, and each seed as a thin line."""
     for name, (of, title) in FIGURES.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Run megarl commands in parallel. Each has a log and a time limit, and ends with its parent."""
+"""Run megarl commands in parallel, each with a log and a time limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished job. problem: the failure and the last line of its log; empty if the exit code is 0."""
+    """A finished job. problem: the failure with the log's last line, empty after success."""
 
     job: Job
     seconds: float
@@ -37,12 +37,10 @@ class Ended:
 def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:
     """Start the jobs in order, `at_most` at a time, and yield each when it ends.
 
-    limit: seconds after which a job is ended.
-    Closing the generator or an exception (Ctrl-C) ends the running jobs. Each job has its own session, so
-    that Ctrl-C reaches only the parent. Use it from the main thread: Linux ends a job with the *thread* that
-    started it."""
+    limit: seconds per job. Closing the generator ends the running jobs. Each has its own session, so that
+    Ctrl-C reaches only the parent. Use the main thread: Linux ends a job with the thread that started it."""
     waiting = iter(jobs)
-    running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with the times of their starts
+    running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with start times
     try:
         while True:
             while len(running) < at_most and (job := next(waiting, None)) is not None:
@@ -69,7 +67,7 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
 
 
 def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: float) -> Ended:
-    """End the job if it still runs after its limit, and return its result."""
+    """End a job that still runs; return its result."""
     code = process.poll()
     problem = ""
     if code is None:
@@ -85,7 +83,7 @@ def _end(job: Job, process: subprocess.Popen[bytes], started: float, limit: floa
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to all, and after GRACE seconds SIGKILL to the process groups of the remaining ones."""
+    """Send SIGTERM, and after GRACE seconds SIGKILL."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE

@@ -1,4 +1,4 @@
-"""Statistics of paired differences: tests, Holm's correction, equivalence, and the power of n seeds."""
+"""Statistics of paired differences: tests, Holm's correction, equivalence, power."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ try:
 except ImportError as error:
     raise ConfigError(f"megarl ablate: {error} (pip install 'megarl[experiments]')") from None
 
-EXACT = 20  # number of seeds up to which all 2^n signs are tried
-SIGNS = 200_000  # random signs beyond that: a p of 0.005 then has a standard error of 0.0002
+EXACT = 20  # seeds up to which all 2^n signs are tried
+SIGNS = 200_000  # random signs beyond that: standard error 0.0002 at p = 0.005
 
 
 def paired_t(differences: Sequence[float], level: float) -> tuple[float, float, float]:
-    """Return low, high and the two-sided p of the paired t-test; the interval is of 1 - level."""
+    """Return the 1 - level interval (low, high) and two-sided p of the paired t-test."""
     if min(differences) == max(differences):
         return differences[0], differences[0], float(differences[0] == 0)
     test = stats.ttest_1samp(differences, 0.0)
@@ -30,9 +30,8 @@ def paired_t(differences: Sequence[float], level: float) -> tuple[float, float, 
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return the p-values after Holm's step-down correction.
+    """Return p-values after Holm's step-down correction.
 
-    The i-th smallest of m is multiplied by m - i + 1, and is at least the one before and at most 1.
     statsmodels' multipletests gives the same, but collects Python's garbage in each call."""
     corrected, least = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
@@ -41,12 +40,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def sign_flip_p(differences: Sequence[float], exact: int = EXACT, samples: int = SIGNS) -> float:
-    """Return the two-sided p that the differences are symmetric about 0 (Fisher 1935).
+    """Return the two-sided p of a test for symmetry about 0 (Fisher 1935).
 
-    It is the share of sign choices whose sum is at least as far from 0 as the observed sum. Up to `exact`
-    differences all 2^n choices are tried, else `samples` random ones from a fixed seed. The observed choice
-    counts too, which keeps p above 0 and valid (Phipson and Smyth 2010).
-    scipy.stats.permutation_test gives the same p and takes 300 times as long."""
+    It is the share of sign choices with at least the observed |sum|, of all 2^n up to `exact` differences,
+    else of `samples` random ones. Counting the observed choice keeps p valid (Phipson and Smyth 2010).
+    scipy.stats.permutation_test takes 300 times as long."""
     values = np.asarray(differences, dtype=np.float64)
     observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
     if len(values) <= exact:
@@ -71,7 +69,7 @@ def equivalence_p(differences: Sequence[float], bound: float) -> float:
 
 
 def least_seeds(alpha: float) -> int:
-    """Return the fewest seeds with which a sign-flip test can be significant: its smallest p is 2 / 2^n."""
+    """Return the fewest seeds for a significant sign-flip test, whose smallest p is 2 / 2^n."""
     n = 2
     while 2.0 ** (1 - n) >= alpha:
         n += 1
@@ -79,27 +77,24 @@ def least_seeds(alpha: float) -> int:
 
 
 def power(n: int, effect: float, alpha: float) -> float:
-    """Return the probability that a two-sided test at alpha detects n paired differences.
+    """Return the power of a two-sided test at alpha of n paired differences.
 
-    effect: mean of the differences in units of their standard deviation.
-    This is the t-test's power. The sign-flip test's is close to it for normal differences, and 0 below
-    `least_seeds`."""
+    effect: mean in standard deviations. It is the t-test's power, which is close to the sign-flip test's for
+    normal differences, and 0 below `least_seeds`."""
     if n < least_seeds(alpha):
         return 0.0
     return float(TTestPower().power(abs(effect), n, alpha / 2, alternative="larger"))
 
 
 def equivalence_power(n: int, bound: float, alpha: float) -> float:
-    """Return the probability that n paired differences of true mean 0 are shown equivalent at alpha.
+    """Return the probability of showing equivalence at alpha with n paired differences of true mean 0.
 
-    bound: in units of the standard deviation.
-    It integrates over the distribution of the measured standard deviation. statsmodels has no such power of a
-    paired test."""
+    bound: in standard deviations. statsmodels lacks this function."""
     if n < 2:
         return 0.0
     critical, reach = stats.t.isf(alpha, n - 1), bound * math.sqrt(n)
     spread = stats.chi(n - 1, scale=(n - 1) ** -0.5)
-    # Integrate where nearly all of the probability lies, or the quadrature could miss it.
+    # Without tight limits the quadrature could miss the probability.
     low, high = spread.ppf(1e-13), min(spread.isf(1e-13), reach / critical)
     if low >= high:
         return 0.0
@@ -107,7 +102,7 @@ def equivalence_power(n: int, bound: float, alpha: float) -> float:
 
 
 def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000) -> int | None:
-    """Return the smallest n with chance(n) >= wanted for a rising `chance`; None if that is above `most`."""
+    """Return the smallest n with chance(n) >= wanted for a rising `chance`; None above `most`."""
     if chance(most) < wanted:
         return None
     low, high = 1, 2
@@ -121,9 +116,7 @@ def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000
 
 @cache
 def smallest_detectable(n: int, alpha: float, wanted: float) -> float:
-    """Return the smallest effect, in standard deviations, that n seeds detect with probability `wanted`.
-
-    Infinite if n seeds cannot detect any."""
+    """Return the smallest effect, in standard deviations, that n seeds detect with probability `wanted`."""
     if n < least_seeds(alpha):
         return math.inf
     return float(TTestPower().solve_power(nobs=n, alpha=alpha / 2, power=wanted, alternative="larger"))

@@ -1,6 +1,6 @@
-"""A protocol, written before its runs: the rows to compare, their tasks, the seeds and the tests.
+"""A protocol, written before its runs: rows to compare, tasks, seeds and tests.
 
-A row is the difference of two rows of a paper's table on one task of megarl_tasks/family.py, paired by seed.
+A row is one row of a paper's table minus another, on one task of megarl_tasks/family.py, paired by seed.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from megarl_experiments.tables import AblationTable, find_file, load_table, read
 from megarl_tasks.family import Knobs, longest_right
 
 TASK = "megarl_tasks.family:write_family"
-FRESH = 100  # lower seeds are for tuning, and never part of a result
-POWER = 0.8  # wanted probability of detecting a difference
+FRESH = 100  # lower seeds are only for tuning
+POWER = 0.8  # wanted probability of detection
 VERDICTS = ("holds", "opposite", "equivalent", "undecided")
 Arm = tuple[str, str, int]  # task, row of the table, seed
 
 
 class Task(Section):
-    """A task of rows, with its warm start."""
+    """A task with its warm start."""
 
     what: str = Field(min_length=1)
     knobs: Knobs = Knobs()
-    # rollout.max_response_tokens, as a multiple of the longest right response to a training prompt
+    # rollout.max_response_tokens / longest right response to a training prompt
     limit: float = Field(gt=0)
-    overrides: tuple[str, ...] = ()  # settings of all runs; those of a row in the table take precedence
+    overrides: tuple[str, ...] = ()  # of all runs; a table row's take precedence
     warm_start: Path | None = None  # replaces the protocol's
-    # Estimated cost of a run and of a warm start, used until the folder has finished ones.
+    # Estimates, until the folder has finished runs.
     seconds: float | None = None
     warm_start_seconds: float | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the knobs that differ from their defaults, as JSON."""
+        """Return the knobs that differ from their defaults."""
         return self.knobs.model_dump(mode="json", exclude_defaults=True)
 
     @property
@@ -57,19 +57,19 @@ class Task(Section):
 
 
 class SharedTasks(Section):
-    """A file of tasks that several protocols share, with their warm starts."""
+    """Tasks that several protocols share."""
 
     tasks: dict[str, Task] = Field(min_length=1)
 
 
 class ProtocolRow(Section):
-    """One comparison: a row of the table minus another one."""
+    """One row of the table minus another."""
 
     row: str
     against: str
     task: str
-    claims: Literal["worse", "better"]  # the paper's result of `row` relative to `against`
-    # Smallest difference of interest: power is computed for it, and smaller ones count as equivalent.
+    claims: Literal["worse", "better"]  # the paper's result
+    # Smallest difference of interest, for power and equivalence.
     bound: float = Field(gt=0, lt=1)
     why: str = Field(min_length=1)  # why this task needs the technique
 
@@ -88,14 +88,14 @@ class Protocol(Section):
     name: str
     folder: Path
     title: str
-    table: Path  # the rows' files and the papers' points
+    table: Path  # rows' files and papers' points
     warm_start: Path  # replaces the table's
     first_seed: int = Field(FRESH, ge=FRESH)
-    seeds: int = Field(ge=2)  # number of seeds, from first_seed
-    # A run's score: the mean accuracy of its last `last` evaluations, or of all after step 0 (`curve`).
+    seeds: int = Field(ge=2)  # from first_seed
+    # A run's score: mean accuracy of the last `last` evaluations, or of all after step 0 (`curve`).
     statistic: Literal["last", "curve"]
     last: int = Field(3, ge=1)
-    shared: Path | None = None  # a file of SharedTasks; `tasks` then lists only what differs from it
+    shared: Path | None = None  # a file of SharedTasks, whose keys `tasks` override
     tasks: dict[str, Task] = Field(min_length=1)
     rows: tuple[ProtocolRow, ...] = Field(min_length=1)
 
@@ -117,7 +117,7 @@ class Protocol(Section):
 
     @property
     def tried(self) -> Path:
-        """Return the path of the log of all settings that were run with tuning seeds."""
+        """Return the log of all settings run with tuning seeds."""
         return self.path.with_name(f"{self.name.removesuffix('.protocol')}.tried.jsonl")
 
     @property
@@ -126,19 +126,17 @@ class Protocol(Section):
 
     @property
     def level(self) -> float:
-        """Return the strictest of Holm's levels, which holds for any single row."""
+        """Return the strictest of Holm's levels."""
         return LEVEL / len(self.rows)
 
     def score(self, curve: Curve, statistic: str | None = None) -> float:
-        """Return a run's score by the protocol's statistic, or by `statistic`."""
+        """Return a run's score."""
         if (statistic or self.statistic) == "last":
             return statistics.fmean([curve[step] for step in sorted(curve)][-self.last :])
         return statistics.fmean(accuracy for step, accuracy in curve.items() if step > 0)
 
     def setting(self, row: ProtocolRow, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the settings, as JSON, that a row's differences depend on, except code and seeds.
-
-        overrides: those of the command line, applied after the task's."""
+        """Return all settings that a row's differences depend on, except code and seeds."""
         task = self.tasks[row.task]
         common = {"against": row.against, "task": row.task, **task.given, "limit": task.limit}
         score = f"{self.statistic} {self.last}" if self.statistic == "last" else self.statistic
@@ -147,7 +145,7 @@ class Protocol(Section):
         return {**common, "score": score}
 
     def tables(self) -> dict[str, AblationTable]:
-        """Return the paper's table on each task. Raises ConfigError for a row that the table lacks."""
+        """Return the paper's table on each task. Raises ConfigError if it lacks a row."""
         table = load_table(str(self.folder / self.table))
         for name in (name for row in self.rows for name in (row.row, row.against)):
             if name not in {row.name for row in table.rows}:
@@ -156,7 +154,7 @@ class Protocol(Section):
         for name, task in self.tasks.items():
             common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
-            # The folder's name depends on knobs and warm start, so that protocols with equal ones share runs.
+            # Protocols share the warm start of tasks with equal names and keys.
             key = task.given | ({"warm_start": task.warm_start.name} if task.warm_start else {})
             digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
             start = f"{name}-{digest}"
@@ -169,14 +167,12 @@ class Protocol(Section):
 
 
 def is_protocol(name: str) -> bool:
-    """Return whether a name or path means a protocol, not a table."""
+    """Return whether a name or path is a protocol's."""
     return name.endswith((".protocol", ".protocol.yaml"))
 
 
 def load_protocol(name: str) -> Protocol:
-    """Read a protocol given as NAME.protocol or by its path.
-
-    Raises ConfigError `file: key: what is wrong`, or for an unknown name."""
+    """Read a protocol by its name or path. Raises ConfigError."""
     path = find_file(name, "protocol", ".yaml")
     given: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
     content = read_yaml(path)
@@ -191,26 +187,24 @@ def load_protocol(name: str) -> Protocol:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The result of a row.
-
-    It has no p and no verdict until all seeds have run, so that nobody can stop at a good moment."""
+    """A row's result, without p until all seeds have run: nobody can stop at a good moment."""
 
     row: ProtocolRow
     seeds: range  # the protocol's
-    differences: Mapping[int, float]  # by seed, of the protocol's statistic
-    paper: float | None = None  # points of `row` minus those of `against`
+    differences: Mapping[int, float]  # by seed
+    paper: float | None = None  # points of `row` minus `against`
     other: float | None = None  # mean difference of the other statistic
     mean: float | None = None
-    low: float | None = None  # interval of 1 - LEVEL of the mean, uncorrected
+    low: float | None = None  # 1 - LEVEL interval, uncorrected
     high: float | None = None
-    detectable: float | None = None  # smallest difference that these seeds detect; None if they detect none
+    detectable: float | None = None  # smallest difference that these seeds detect
     p: float | None = None
     holm: float | None = None
     equivalence: float | None = None  # p of two one-sided tests
 
     @property
     def is_within_bound(self) -> bool:
-        """Return whether the interval lies within the bound."""
+        """Return whether the interval is within the bound."""
         bound = self.row.bound
         return self.low is not None and self.high is not None and -bound < self.low <= self.high < bound
 
@@ -230,7 +224,7 @@ class RowOutcome:
 
     @property
     def qualified_verdict(self) -> str:
-        """Return the verdict with the note that its reader needs."""
+        """Return the verdict with its caveat."""
         if self.verdict == "undecided":
             size = "none, too few seeds" if self.detectable is None else f"{self.detectable:.3f}"
             return f"undecided (detectable: {size})"
@@ -239,11 +233,7 @@ class RowOutcome:
 
 
 def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
-    """Return a row with its interval and uncorrected tests.
-
-    Args:
-        seeds: seeds that a p needs
-        level: level of the smallest detectable difference"""
+    """Compute a row's interval and, if all `seeds` have run, its uncorrected tests."""
     one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
         return one
@@ -265,7 +255,7 @@ def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float]
 
 
 def correct_by_holm(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
-    """Apply Holm's correction. An unfinished row counts as p = 1, so that a verdict never changes later."""
+    """Apply Holm's correction. Unfinished rows count as p = 1, so that no verdict changes later."""
     ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
     return [one if one.p is None else replace(one, holm=p) for one, p in zip(outcomes, ps, strict=True)]
 
@@ -273,7 +263,7 @@ def correct_by_holm(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
 def decide_rows(
     protocol: Protocol, curves: Mapping[Arm, Curve], papers: Mapping[str, float | None]
 ) -> list[RowOutcome]:
-    """Return the outcome of each row from the finished runs. papers: points of the table's rows."""
+    """Return each row's outcome. papers: points of the table's rows."""
     outcomes = []
     for row in protocol.rows:
         own, its = row.arms(curves)
@@ -293,21 +283,20 @@ def decide_rows(
 
 @dataclass(frozen=True)
 class Power:
-    """The power of a row, estimated from tuning seeds at the strictest of Holm's levels, with probability
-    POWER. None: unknown, or more than 2,000 seeds."""
+    """Seeds that a row needs for probability POWER, from tuning seeds. None: unknown, or over 2,000.
+
+    Differences are tested at the strictest of Holm's levels, equivalence at LEVEL / 2."""
 
     row: ProtocolRow
-    tuned: int  # number of tuning seeds
-    deviation: float | None = None  # standard deviation of the differences
-    for_difference: int | None = None  # seeds that detect a difference of `bound`
-    for_equivalence: int | None = None  # seeds that show equivalence if there is no difference
-    detectable: float | None = None  # smallest difference that the protocol's seeds detect
+    tuned: int  # tuning seeds
+    deviation: float | None = None  # standard deviation
+    for_difference: int | None = None  # to detect `bound`
+    for_equivalence: int | None = None  # to show equivalence if there is no difference
+    detectable: float | None = None  # smallest difference that the seeds detect
 
 
 def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
-    """Return the power of each row.
-
-    tried: the log from `read_tried`; only entries with the protocol's own settings count."""
+    """Return each row's power from the entries of `read_tried` with the protocol's own settings."""
     powers, level = [], protocol.level
     for row in protocol.rows:
         setting = json.loads(json.dumps(protocol.setting(row)))
@@ -333,11 +322,7 @@ def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> li
 def log_tried(
     protocol: Protocol, outcomes: Sequence[RowOutcome], overrides: Sequence[str], code: str
 ) -> None:
-    """Append new differences of tuning seeds to the protocol's log, one line for each row.
-
-    Args:
-        overrides: those of the command line
-        code: checksum of megarl's files"""
+    """Append new differences of tuning seeds to the protocol's log, one line per row."""
     known, lines = read_tried(protocol.tried), []
     for one in outcomes:
         what = {"row": one.row.row, "setting": protocol.setting(one.row, overrides)}
@@ -356,9 +341,9 @@ def log_tried(
 
 
 def read_tried(path: Path) -> list[dict[str, Any]]:
-    """Return the last entry of each row and setting in the log, with the differences of all its seeds.
+    """Return the log's last entry per row and setting, with all seeds' differences.
 
-    Raises ConfigError for a line that is not an entry."""
+    Raises ConfigError for a malformed line."""
     found: dict[str, dict[str, Any]] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):

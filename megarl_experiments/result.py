@@ -1,7 +1,6 @@
-"""The result of an ablation: scores, paired comparisons with verdicts, and a Markdown table.
+"""The result of an ablation: scores, paired comparisons and a Markdown table.
 
-Runs of one seed share warm start, data and the order of prompts. Rows are therefore compared seed by seed,
-and the spread of the differences decides, not that of the scores.
+Runs of a seed share warm start, data and order of prompts, so rows are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ Curve = Mapping[int, float]  # step -> accuracy
 
 @dataclass(frozen=True)
 class RowResult:
-    """The finished runs of a row."""
+    """A row's finished runs."""
 
     name: str
     paper: float | None  # points at 32B
     curves: Mapping[int, Curve]  # by seed
-    seconds: Mapping[int, float] = field(default_factory=dict)  # wall time of the run, by seed
+    seconds: Mapping[int, float] = field(default_factory=dict)  # wall time, by seed
 
     def scores(self, last: int) -> dict[int, float]:
         """Return seed -> mean accuracy of the last `last` evaluations."""
@@ -39,22 +38,22 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paired t-test of two rows over their common seeds.
+    """The paired t-test of two rows over common seeds.
 
-    Fields are None if there is no spread: with one seed, or with equal differences."""
+    Without spread (one seed, or equal differences) interval and p are None."""
 
     against: str
     seeds: int
-    mean: float  # difference of scores
+    mean: float
     error: float | None = None  # standard error of the mean
     low: float | None = None  # 95 % confidence interval
     high: float | None = None
     p: float | None = None  # two-sided
-    holm: float | None = None  # p after Holm's correction for the comparisons of the table
+    holm: float | None = None  # p after Holm's correction over comparisons of one kind
 
     @property
     def verdict(self) -> str:
-        """Return `worse` or `better` if the corrected or only the single test is significant."""
+        """Return the verdict in words."""
         if self.p is None or self.holm is None:
             return "no spread to judge by" if self.mean else "the same"
         if self.p >= LEVEL:
@@ -79,7 +78,7 @@ class Result:
         return next(row for row in self.rows if row.name == self.full)
 
     def comparisons(self, kind: str) -> dict[str, Comparison]:
-        """Return row -> comparison with the full system or the row above, corrected over this kind."""
+        """Return row -> comparison of this kind, corrected by Holm."""
         found = {}
         for i, row in enumerate(self.rows):
             other = self.full_row if kind == "full" else self.rows[i - 1] if i else row
@@ -104,7 +103,7 @@ class Result:
         return {"title": self.title, "full": self.full, "last": self.last, **self.facts, "rows": rows}
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads and rows of the table as text."""
+        """Return heads and rows as text."""
         heads = ["row", "paper: AIME 2024, 32B", "accuracy here"]
         for kind in self.kinds:
             heads += [f"difference to {AGAINST[kind]}", "p", "p, Holm", "verdict"]
@@ -126,7 +125,7 @@ class Result:
         return heads, rows
 
     def protocol(self) -> list[str]:
-        """Return sentences on what was measured and how verdicts follow."""
+        """Return notes on runs and verdicts."""
         lines = [str(note) for note in self.facts.get("notes", ())]
         seconds = [s for row in self.rows for s in row.seconds.values()]
         if seconds:
@@ -146,7 +145,7 @@ class Result:
 
 
 def markdown(result: Result) -> str:
-    """Return the table and its notes as Markdown."""
+    """Return table and notes as Markdown."""
     heads, rows = result.table()
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
     return "\n".join([*lines, "", *(f"- {line}" for line in result.protocol())]) + "\n"
@@ -161,13 +160,13 @@ def score_text(scores: Mapping[int, float]) -> str:
 
 
 def spread(scores: Mapping[int, float]) -> tuple[float | None, float | None]:
-    """Return mean and sample standard deviation; None if there are too few scores."""
+    """Return mean and sample standard deviation; None with too few scores."""
     values = list(scores.values())
     return statistics.fmean(values) if values else None, statistics.stdev(values) if len(values) > 1 else None
 
 
 def compare(scores: Mapping[int, float], others: Mapping[int, float], against: str) -> Comparison | None:
-    """Return the paired t-test of scores - others over their common seeds; None if there are none."""
+    """Return the paired t-test of scores - others; None without common seeds."""
     differences = [scores[seed] - others[seed] for seed in scores if seed in others]
     n = len(differences)
     if not n:
@@ -181,6 +180,6 @@ def compare(scores: Mapping[int, float], others: Mapping[int, float], against: s
 
 
 def correct_by_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Apply Holm's correction over the comparisons that have a p."""
+    """Apply Holm's correction to comparisons with a p."""
     ps = iter(holm([c.p for c in comparisons if c.p is not None]))
     return [c if c.p is None else replace(c, holm=next(ps)) for c in comparisons]

@@ -1,4 +1,4 @@
-"""An ablation table, and its runs on disk: their inputs, and whether they are finished and up to date."""
+"""An ablation table and its runs on disk."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megarl_experiments.jobs import Job
 
 SUFFIX = ".table.yaml"
 AnySection = TypeVar("AnySection", bound=Section)
-MARK = "ablation.json"  # in each run's folder; it gets `seconds` when the run succeeds
+MARK = "ablation.json"  # in each run's folder; gets `seconds` on success
 PLAN = "planned.yaml"
 LOG = "log.txt"
-SET_HERE = ("seed", *PATHS)  # keys that differ between runs
+SET_HERE = ("seed", *PATHS)  # differ between runs
 ONE_PROCESS = (
     *("parallel.tp=1", "parallel.pp=1", "parallel.dp=1"),
     *("log.report=false", "log.terminal=plain", "checkpoint.every=0"),
@@ -40,13 +40,13 @@ class AblationRow(Section):
     """A row of an ablation table."""
 
     name: str = Field(min_length=1)
-    config: Path  # based on the paper's 32B file
-    paper: float | None = None  # AIME 2024 avg@32 points in the paper
-    overrides: tuple[str, ...] = ()  # settings at demo scale
+    config: Path  # based on a 32B file
+    paper: float | None = None  # AIME 2024 avg@32 points
+    overrides: tuple[str, ...] = ()  # at demo scale
 
     @property
     def slug(self) -> str:
-        """Return the row's name on the command line and in paths."""
+        """Return the name on the command line and in paths."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
 
@@ -56,18 +56,18 @@ class AblationTable(Section):
     name: str
     folder: Path
     title: str
-    base: Path  # configuration at demo scale
-    warm_start: Path  # configuration of the supervised run at demo scale
-    # `module:function` with arguments (folder, seed, **knobs): writes model/ and three .jsonl files
+    base: Path  # at demo scale
+    warm_start: Path  # supervised run
+    # `module:function` (folder, seed, **knobs) that writes model/ and three .jsonl files
     task: str = Field(pattern=r"^[\w.]+:\w+$")
     full: str  # the row of the whole system
-    # What each row is compared with: the full system, the row above, or both.
+    # Compare each row with the full system, or the row above.
     against: tuple[Literal["full", "previous"], ...] = Field(("full",), min_length=1)
-    last: int = Field(1, ge=1)  # a run's score is the mean of its last `last` evaluations
+    last: int = Field(1, ge=1)  # last evaluations, whose mean is a run's score
     rows: tuple[AblationRow, ...] = Field(min_length=1)
-    # A protocol sets these for each of its tasks.
+    # A protocol sets these per task.
     knobs: dict[str, Any] = Field({})  # keyword arguments of `task`
-    start: str = ""  # the task's name, with a digest of the knobs
+    start: str = ""  # the task's name and a digest of its knobs
     seconds: float | None = None
     warm_start_seconds: float | None = None
 
@@ -87,9 +87,7 @@ class AblationTable(Section):
 
 
 def load_table(name: str, base: Path | None = None) -> AblationTable:
-    """Read a table given by its name or path; `base` replaces its own.
-
-    Raises ConfigError `file: key: what is wrong`, or for an unknown name."""
+    """Read a table by its name or path; `base` replaces its own. Raises ConfigError."""
     path = find_file(name, "table", SUFFIX)
     given = {} if base is None else {"base": base.absolute()}
     name = path.name.removesuffix(SUFFIX)
@@ -97,9 +95,7 @@ def load_table(name: str, base: Path | None = None) -> AblationTable:
 
 
 def find_file(name: str, kind: str, ending: str) -> Path:
-    """Return the path of a .KIND.yaml file from its path, or from its name in configs/ablations.
-
-    Raises ConfigError for an unknown name."""
+    """Find a .KIND.yaml file by path, or by name in configs/ablations. Raises ConfigError."""
     folder = Path("configs/ablations")
     path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
     if not name.endswith(".yaml") and not path.is_file():
@@ -111,7 +107,7 @@ def find_file(name: str, kind: str, ending: str) -> Path:
 
 
 def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> AnySection:
-    """Read a file of one section, with the keys of `given`. Raises ConfigError `file: key: problem`."""
+    """Read a section from a file and `given`. Raises ConfigError `file: key: problem`."""
     try:
         return kind.model_validate({**read_yaml(path), **given})
     except ValidationError as error:
@@ -131,18 +127,18 @@ class Options:
     jobs: int
     limit: float  # seconds per run
     fresh: bool
-    overrides: Sequence[str]  # settings for all rows
+    overrides: Sequence[str]  # for all rows
     hours: float | None = None  # no run starts later
-    most: int | None = None  # number of runs to start
+    most: int | None = None  # runs to start
 
     def seed_folder(self, table: AblationTable, seed: int) -> Path:
-        """Return the folder of a seed's task and warm start, shared by all rows and tables on this task."""
+        """Return the folder of a seed's task and warm start, shared by rows and tables."""
         return self.folder / "warm_start" / table.start / f"seed-{seed}"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run to make in `config.run_dir`: the warm start of a seed, or a row with a seed."""
+    """A run in `config.run_dir`: a seed's warm start, or a row with a seed."""
 
     table: AblationTable
     title: str  # "warm start" or the row's name
@@ -159,7 +155,7 @@ class Planned:
         return self.config.run_dir
 
     def job(self) -> Job:
-        """Replace the run's folder by a new one and return the command that fills it."""
+        """Replace the run's folder, and return the command that fills it."""
         replace_folder(self.folder)
         write_json(self.folder / MARK, {"inputs": checksum_inputs(self.config), "code": checksum_code()})
         (self.folder / PLAN).write_text(dump_config(self.config), encoding="utf-8")
@@ -169,9 +165,7 @@ class Planned:
         return read_mark(self.folder)
 
     def usual_seconds(self) -> float | None:
-        """Estimate the run's seconds: the median of similar finished runs, else the table's value, else None.
-
-        Similar is the same row with any seed, else other rows on its task or warm starts on other tasks."""
+        """Estimate seconds: the median of similar finished runs, else the table's value."""
         own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
         for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
@@ -180,7 +174,7 @@ class Planned:
         return self.table.seconds if self.row else self.table.warm_start_seconds
 
     def seconds(self) -> float | None:
-        """Return the wall time of the finished run; None if it is not finished.
+        """Return the wall time of a finished run, else None.
 
         Raises ConfigError if something else made the folder."""
         if not self.folder.exists() or not any(self.folder.iterdir()):
@@ -201,7 +195,7 @@ class Planned:
         return {record["step"]: record["eval/avg"] for record in scores if record.get("eval/avg") is not None}
 
     def changed(self) -> str:
-        """Describe the settings or inputs that differ from the finished run's; empty if none do."""
+        """Describe settings and inputs that differ from the finished run's; empty if none."""
         try:
             then, now = list_settings(load_config(self.folder / PLAN)), list_settings(self.config)
         except ConfigError as error:
@@ -213,7 +207,7 @@ class Planned:
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's MARK file; empty if its writer was killed."""
+    """Return a run's MARK file; empty if its writer was killed."""
     try:
         return dict(json.loads((folder / MARK).read_text(encoding="utf-8")))
     except ValueError:
@@ -221,7 +215,7 @@ def read_mark(folder: Path) -> dict[str, Any]:
 
 
 def warm_start(table: AblationTable, settings: Options, seed: int) -> Planned:
-    """Plan the supervised run of a seed, from which all rows start."""
+    """Plan a seed's supervised run, from which all rows start."""
     folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
@@ -236,7 +230,7 @@ def warm_start(table: AblationTable, settings: Options, seed: int) -> Planned:
 
 
 def row_run(table: AblationTable, settings: Options, row: AblationRow, seed: int) -> Planned:
-    """Plan the run of a row with a seed."""
+    """Plan a row's run with a seed."""
     folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,
@@ -252,7 +246,7 @@ def row_run(table: AblationTable, settings: Options, row: AblationRow, seed: int
 
 
 def task_writer(name: str) -> Callable[..., None]:
-    """Return the function that `module:function` names. Raises ConfigError if it does not exist."""
+    """Import `module:function`. Raises ConfigError if it does not exist."""
     module, _, attribute = name.partition(":")
     try:
         found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
@@ -262,7 +256,7 @@ def task_writer(name: str) -> Callable[..., None]:
 
 
 def make_task(table: AblationTable, settings: Options, seed: int) -> None:
-    """Write the task's files. Raises ConfigError if different ones exist and --fresh is not given."""
+    """Write a task. Raises ConfigError if a different one exists, unless --fresh."""
     task = settings.seed_folder(table, seed) / "task"
     made = task.with_name("task.new")
     shutil.rmtree(made, ignore_errors=True)

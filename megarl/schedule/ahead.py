@@ -1,9 +1,8 @@
 """Rollouts on separate ranks (`parallel.rollout_ranks`), while the trainers train.
 
-The first trainer sends orders to the controller of rollouts. Batches go through run_dir/rollouts, because a
-checkpoint needs the unused ones. With `schedule.ahead` = a, step k is always sampled with the weights after
-step k - 1 - a (at least 0), so samples do not depend on timing. A version is transferred before the actor
-changes again."""
+The first trainer sends orders to the controller. Batches go through run_dir/rollouts: a checkpoint needs
+unused ones. Step k always samples with the weights after step k - 1 - `schedule.ahead` (at least 0).
+Weights are transferred before the actor changes again."""
 
 from __future__ import annotations
 
@@ -44,10 +43,10 @@ from megarl.sync.weight_sync import WeightSync, make_weight_sync
 from megarl.training.checkpoint import BATCHES
 from megarl.weights.megatron import open_model
 
-WAIT = 5.0  # seconds between the trainers' exchanges while an answer is missing
+WAIT = 5.0  # seconds between exchanges
 POLL = 0.005
 ADDRESS = "controller"
-VISIBLE = 60.0  # seconds until a file is visible on all nodes
+VISIBLE = 60.0  # seconds until a shared file must be visible
 
 
 class ControllerLink:
@@ -63,7 +62,7 @@ class ControllerLink:
             self._loop.run_until_complete(self._link.send(order))
 
     def receive(self, seconds: float) -> m.Message | None:
-        """Return the next answer, without long texts on other trainers; None after about `seconds`."""
+        """Return the next answer (without texts except on rank 0), or None. Collective."""
         answer = None
         if self.runtime.rank == 0:
             answer = self._loop.run_until_complete(self._receive(seconds))
@@ -96,10 +95,10 @@ class ControllerLink:
 
 
 class RemoteGeneration(BatchSource):
-    """Orders rollouts and reads the finished ones, on trainers without engines.
+    """Orders and reads rollouts, on trainers without engines.
 
     finished, ordered  the last such step
-    pending            version of the weights to transfer"""
+    pending            weight version to transfer"""
 
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
         assert runtime.store is not None
@@ -143,7 +142,7 @@ class RemoteGeneration(BatchSource):
         self._link.send(order)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights and return metrics; with ahead 2 perhaps later."""
+        """Transfer the actor's weights and return metrics; with ahead >= 2 perhaps later."""
         self.pending = version
         return self.transfer() if self.can_transfer(wait=self.ahead < 2) else {}
 
@@ -163,9 +162,9 @@ class RemoteGeneration(BatchSource):
         return metrics
 
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
-        """Order the steps after `done`, or reuse a checkpoint's rollouts of them."""
+        """Order the steps after `done`, or reuse a checkpoint's."""
         self.finished = self.ordered = done
-        if self.runtime.rank == 0:  # rollouts after the checkpoint belong to another run
+        if self.runtime.rank == 0:  # later rollouts belong to another start
             remove_rollouts(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
             stored = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
@@ -175,9 +174,7 @@ class RemoteGeneration(BatchSource):
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
-        """Order the next rollout, if one is due.
-
-        unfinished: the step of an incomplete checkpoint, which needs the batches after it."""
+        """Order the next rollout. unfinished: step of an incomplete checkpoint, which needs later ones"""
         number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
             order = m.CollectRollout(TRAIN, number, kept)
@@ -210,7 +207,7 @@ class RemoteGeneration(BatchSource):
         return answer.stats, answer.answers
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the manifest of the last rollout in flight, with the samplers' state."""
+        """Return the manifest (with samplers' state) of the last rollout in flight."""
         stage, number = self._last
         last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
         return {"batch": self._manifest(stage, last)}
@@ -223,7 +220,7 @@ class RemoteGeneration(BatchSource):
         self._send(m.LoadState(json.dumps(state)))
 
     def rewind(self, step: int, stage: str) -> None:
-        """Have the engines' ranks drop their records after a step."""
+        """Drop later records on the engines' ranks."""
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
@@ -283,7 +280,7 @@ class EngineRank:
 
         timeline.enter("wait for orders")
         while True:
-            # Restart the clock: the trainers' watchdogs limit this wait.
+            # Restart the clock: trainers' watchdogs limit this wait.
             watchdog.phase("wait for orders")
             match rollout_rank.next_order(WAIT):
                 case None:

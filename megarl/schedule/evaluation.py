@@ -1,4 +1,4 @@
-"""`megarl eval`: evaluates a Hugging Face folder or a checkpoint, without an optimizer."""
+"""`megarl eval`: evaluate a Hugging Face folder or a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from megarl.weights.megatron import open_model
 
 
 def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
-    """Resolve `--checkpoint`: a Hugging Face folder, a converted or a run's checkpoint, or a run's folder.
+    """Resolve `--checkpoint`: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
 
-    Returns the config, whose `model.path` has config.json and tokenizer, and the actor's folder in a run's
-    (newest) checkpoint; None if the weights are in `model.path`. Raises CheckpointError for anything else."""
+    Returns the config with its `model.path`, and the checkpoint's actor folder, or None if `model.path` has
+    the weights. Raises CheckpointError."""
     if given is None:
         return config, None
     if not given.is_dir():
@@ -80,7 +80,7 @@ class Evaluation:
             update={"reward": config.reward.model_copy(update={"overlong": OverlongConfig(), "terms": {}})}
         )
         self.config, self.runtime = config, runtime
-        # A run may be writing there: all ranks use rank 0's choice.
+        # A run may be writing there: use rank 0's choice.
         self.weights = broadcast_from_rank_0(runtime, weights, Path | None)
         self.tokenizer = load_tokenizer(config.model.path)
         options = load_prompt_options(config, self.tokenizer)

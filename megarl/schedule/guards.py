@@ -1,4 +1,4 @@
-"""Guards that end a run after non-finite numbers or ungraded steps, and alarms about metrics."""
+"""Guards against non-finite numbers and ungraded steps, and alarms about metrics."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from megarl.config.schema import GuardConfig
 from megarl.parallel.comm import any_rank
 from megarl.schedule.run import Run, Step
 
-# Mean lengths differ if the log of their ratio exceeds this many standard errors.
+# Lengths differ if the log of their ratio exceeds this many standard errors.
 STANDARD_ERRORS = 3.0
 
 
 class Guards:
     """Counts consecutive bad steps, which end the run, and compares metrics with earlier steps.
 
-    windows     steps that may sample one response (`rollout.window`). Mean lengths of earlier steps lack long
-                responses, and are not compared
-    skipped     consecutive steps whose updates were not applied
-    unverified  consecutive steps without a verdict
+    windows     steps that may sample one response (`rollout.window`). The first ones lack long responses
+    skipped     consecutive steps with a non-finite number
+    unverified  consecutive steps in which every response had an error
     length      moving average of the response length, weight 1/2 for the newest, and its standard error
-    longer      consecutive steps above `guard.length_growth` times that: number, sum of means, sum of
-                squared errors
-    highest     value so far of each metric that may collapse; longest: standard error of the length's
-    collapsed   metrics below their share of the highest value in the last step"""
+    longer      consecutive steps above `guard.length_growth`: number, sums of means and of squared errors
+    highest     value of each metric that may collapse; longest: standard error of the highest length
+    collapsed   metrics, as of the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
@@ -61,7 +59,7 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step with only errors (errors: number of occurrences); return lines."""
+        """Count a step with only errors; return event lines."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -117,7 +115,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """A length above the limit that may be noise is averaged with the steps that follow."""
+        """Return an alarm if lengths grow. Average those that may be noise with later ones."""
         before, lines = self.length, list[str]()
         if before is not None and length > growth * before[0] > 0:
             steps, total, squares = self.longer
@@ -142,7 +140,7 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
-    """Write a failed phase's batch to run_dir/failed; add the place to the error."""
+    """Write the batch to run_dir/failed, and add the place to the error."""
     folder, batch = run.config.run_dir / "failed", step.batch
     parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"

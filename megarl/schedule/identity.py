@@ -1,4 +1,4 @@
-"""The identity of a run: everything on which its result depends bitwise."""
+"""All on which a run's result depends bitwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by thei
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return all that decides a run's result."""
+    """Return a run's identity."""
     cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line for line in cpu if line.startswith("model name")]
     return {
@@ -58,7 +58,7 @@ def checksum_code() -> str:
 
 
 def list_settings(config: Config) -> dict[str, Any]:
-    """Return all settings except paths (see `checksum_inputs`)."""
+    """Return all settings except paths."""
 
     def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         leaves: dict[str, Any] = {}

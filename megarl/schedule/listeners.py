@@ -1,6 +1,4 @@
-"""Observers of a run: traces, records and the terminal, the timeline, the watchdog, the clock.
-
-They decide nothing, but a record that cannot be written ends the run."""
+"""Observers of a run. A record that cannot be written ends the run."""
 
 from __future__ import annotations
 
@@ -37,10 +35,10 @@ class Listener:
         return nullcontext()
 
     def rewind(self, stage: str, number: int) -> None:
-        """Drop records after this step, from which the run continues."""
+        """Drop records after this step."""
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        """The step's metrics are complete at the end of the context."""
+        """Enclose a step, whose metrics are complete at the end."""
         return nullcontext()
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
@@ -55,7 +53,7 @@ class Listener:
 
 
 class Listeners(Listener):
-    """Calls all listeners in order; their contexts end in the opposite order."""
+    """Calls all listeners in order."""
 
     def __init__(self, *listeners: Listener) -> None:
         self._all = listeners
@@ -95,7 +93,7 @@ def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]
 
 
 def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
-    """Build a run's listeners, the trace outermost, the clock innermost."""
+    """Build listeners, the trace outermost, the clock innermost."""
     watched = [] if watchdog is None else [WatchdogListener(watchdog)]
     return Listeners(TraceListener(run), RecordListener(run), TimelineListener(run), *watched, Clock())
 
@@ -163,7 +161,7 @@ class Clock(Listener):
 
 
 class RecordListener(Listener):
-    """Records and shows the run on rank 0. If that fails, every rank raises."""
+    """Records and shows the run on rank 0, whose errors every rank raises."""
 
     def __init__(self, run: Run) -> None:
         self._run, self.config, self.runtime = run, run.config, run.runtime
@@ -239,7 +237,7 @@ class RecordListener(Listener):
         return list(step.samples.values())
 
     def _reduce_memory(self, metrics: dict[str, float]) -> None:
-        """Reduce memory over ranks to the maximum, or to the sum for processes on a CPU."""
+        """Reduce memory over ranks."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(self._run.host.nbytes)
         kind = tuple[dict[str, float], list[str]]

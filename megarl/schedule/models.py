@@ -1,4 +1,4 @@
-"""The models of a rank that trains: built with their weights, and exported."""
+"""Build and export models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
 def load_weights(
     model: torch.nn.Module, folder: ModelFolder, runtime: Runtime, *, critic: bool = False
 ) -> None:
-    """Load this rank's slices of a model's folder. Raises CheckpointError on every rank."""
+    """Load this rank's slices. Raises CheckpointError on every rank."""
     shards = megatron_layout(folder.config, runtime.layout, critic=critic)[runtime.rank][1]
     Processes(runtime.cpu_group).run(
         lambda: load_into(model_weights(dict(model.named_parameters())), shards, folder)
@@ -92,7 +92,7 @@ class ModelBuilder:
 def export_model(
     model: TrainableModel, config: Config, runtime: Runtime, out: Path, *, adapters: bool = False
 ) -> None:
-    """Write a model as a Hugging Face folder, or its adapters as a PEFT folder, on every rank."""
+    """Write a Hugging Face folder, or a PEFT folder of the adapters. Collective."""
     is_critic, control = model.name == "critic", runtime.cpu_group
     source = config.critic.path if is_critic and config.critic.path else config.model.path
     lora, place = model.config.lora, (runtime.layout, runtime.rank)

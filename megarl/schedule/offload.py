@@ -1,4 +1,4 @@
-"""Residency of tensor groups on the device: unneeded groups wait in host memory during a phase."""
+"""Residency of tensor groups: unneeded ones wait in host memory during a phase."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ ADVICE = {
 
 
 class EngineMemory:
-    """The weights or the KV cache of this rank's share of the engines.
-
-    On a GPU `nbytes` is measured when the engine goes to sleep."""
+    """This rank's share of engine weights or KV cache. On a GPU `sleep` measures `nbytes`."""
 
     def __init__(self, weight_sync: WeightSync, tag: str, device: torch.device, nbytes: int) -> None:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
@@ -57,12 +55,9 @@ class EngineMemory:
 
 
 class AlternatingGroup:
-    """One tensor group of several models, such as the weights of all teachers or all critics.
+    """One tensor group of several models, such as the weights of all teachers.
 
-    At most one model's part is on the device, unless `stay`.
-
-    stay     all parts are always on the device
-    current  index of the part that is on the device, or was last
+    At most one part, `current`, is on the device; with `stay` always all.
     """
 
     def __init__(self, parts: Sequence[OffloadGroup], *, stay: bool) -> None:
@@ -81,10 +76,7 @@ class AlternatingGroup:
 
 
 class OffloadManager:
-    """Moves this rank's tensor groups.
-
-    Every rank makes the same moves in the same order, because sleep and wake of an engine are collective.
-    """
+    """Moves tensor groups, on all ranks in the same order: engines' sleep and wake are collective."""
 
     def __init__(self, device: torch.device, keep: Collection[str]) -> None:
         self.device, self.keep = device, frozenset(keep)
@@ -141,7 +133,7 @@ class OffloadManager:
 
     @contextmanager
     def explain_out_of_memory(self, phase: str) -> Iterator[None]:
-        """Turn torch's out-of-memory error into a DeviceMemoryError with groups and remedy."""
+        """Raise torch's out-of-memory error as DeviceMemoryError with groups and remedy."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -160,10 +152,9 @@ class OffloadManager:
 
     @contextmanager
     def measure_memory(self, phase: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Add memory/<phase>, in bytes, to the metrics.
+        """Add memory/<phase> and memory_<kind>/<phase> (bytes) to the metrics.
 
-        On a GPU it is the device's peak. On a CPU it is the size of the loaded groups, and
-        memory_<kind>/<phase> are peaks of the process.
+        They are `device_peak` on a GPU, else loaded groups and the process's peaks.
         """
         reset_device_peak(self.device)
         if self.device.type == "cpu":
@@ -184,12 +175,12 @@ class Residency:
         self.manager, self.models, self.weight_sync = manager, models, weight_sync
 
     def onload(self, phase: str, groups: Collection[str]) -> None:
-        """Have only these tensor groups on the device.
+        """Have only these tensor groups and residency.keep on the device.
 
-        An engine without weights gets the actor's first, unless the phase syncs them itself."""
+        An engine without weights gets the actor's first, unless the phase syncs them."""
         weight_sync = self.weight_sync
         if weight_sync is None:
-            # The engines are on other ranks. A phase that needs only engine groups moves nothing here.
+            # No engine here: phases that need only its groups move nothing.
             if own := {name for name in groups if not name.startswith("engine.")}:
                 self.manager.onload(phase, own)
             return

@@ -1,7 +1,6 @@
-"""The parity gate: compares the engine's log-probs with the trainer's before a start's first update.
+"""The parity gate: compares log-probs of engine and trainer before a start's first update.
 
-A difference beyond rounding errors ends the run. With guard.parity_layers the error names the first layer
-that differs from a transformers model with the same weights."""
+With guard.parity_layers the error names the first layer that differs from transformers."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards
 from megarl.weights.tensor_files import Processes
 
-# Limits of the mean |difference| of log-probs, in nats. Single tokens may differ by more.
+# Limits of the mean |difference| of log-probs, in nats.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
 # Relative limits of a part's output.
 PART_LIMITS = {"fp32": 1e-3, "bf16": 0.05, "fp8": 0.25}
 SEQUENCES, TOKENS = 2, 256
-# A layer's number (-1: before the first; number of layers: after the last), and its part's name.
+# Layer (-1: before the first; number of layers: after the last), and part.
 Part = tuple[int, str]
 OUTPUT, HEAD = "residual, or a norm behind attention or MLP", "output layer"
 PARTS = {
@@ -64,9 +63,9 @@ def get_precision(config: Config) -> str:
 
 
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
-    """Return the response tokens that were sampled with the weights of `version`, bool [T].
+    """Return the response tokens sampled with the weights of `version`, bool [T].
 
-    Temperature is part of both log-probs; top-p and top-k are part of neither."""
+    Both log-probs include temperature, neither top-p nor top-k."""
     if "token_versions" in batch:
         versions = batch["token_versions"]
     else:
@@ -77,7 +76,7 @@ def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
 def check_parity(run: Run, step: Step) -> None:
     """Raise ParityError on every rank if engine and trainer differ too much.
 
-    Without old log-probs, one pass computes those of the first mini-batch."""
+    Without old log-probs, a pass computes those of the first mini-batch."""
     guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
@@ -187,7 +186,7 @@ def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list
 
 @contextmanager
 def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
-    """Yield this rank's outputs of the first pass within the block, on the host."""
+    """Yield this rank's outputs of the block's first pass, on the host."""
     outputs: dict[Part, Tensor] = {}
 
     def record(part: Part, _module: Any, _inputs: Any, output: Any) -> None:
@@ -214,9 +213,7 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 
 
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
-    """Return the outputs of the trainer's parts, [t, hidden], on rank 0, without routing replay.
-
-    (layers, HEAD) has the response's log-probs, [r]."""
+    """Return the trainer's outputs, [t, hidden], on rank 0; response log-probs, [r], at (layers, HEAD)."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
@@ -241,9 +238,9 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
 
 
 def _build_reference(run: Run, version: int) -> TransformersEngine | None:
-    """Return a transformers model with the trainer's weights, on rank 0.
+    """Build a transformers model with the trainer's weights on rank 0.
 
-    Version 0 is read from the original folder, which no transfer has touched, later ones from an export."""
+    Version 0 comes from the original folder, which no transfer has touched."""
     config, folder = run.config, run.folder
     if version:
         export_model(run.actor, config, run.runtime, config.run_dir / "parity")
@@ -260,9 +257,9 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 def _run_reference(
     engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
-    """Return the outputs of the reference's parts, [t, hidden]; logits [t, vocab] at (layers, HEAD).
+    """Return the reference's outputs, [t, hidden]; logits, [t, vocab], at (layers, HEAD).
 
-    Each layer's input is the trainer's (`given`), so that a difference shows only where it arises."""
+    Each layer's input is the trainer's, so that a difference shows only where it arises."""
     body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
     last = len(body.layers) - 1
 
@@ -303,9 +300,7 @@ def _compare(
     states: Mapping[Part, Tensor],
     temperature: float,
 ) -> dict[Part, float]:
-    """Return each part's RMS over tokens of |difference| / |output|, given the trainer's input.
-
-    For the output layer it is the mean |difference| of the response's log-probs."""
+    """Return each part's RMS over tokens of |difference| / |output|; for HEAD the mean |difference|."""
     outputs = _run_reference(reference, [*prompt, *response], states)
     differences, fused = dict[Part, float](), False
     for part, output in outputs.items():

@@ -1,4 +1,4 @@
-"""The code of each phase of config/phases.py: a function of the same name."""
+"""The code of each phase of config/phases.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def distribute(run: Run, step: Step) -> None:
 
 
 def old_logprobs(run: Run, step: Step) -> None:
-    """Compute the trainer's log-probs before any update, and compare the engine's with them."""
+    """Compute the trainer's log-probs before any update, and compare the engine's."""
     batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(batch, batch.micro_batches)
@@ -176,7 +176,7 @@ def teacher_top_k(run: Run, step: Step) -> None:
 
 
 def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
-    """Load the needed teachers one by one, with micro-batches of their responses on this replica."""
+    """Load the needed teachers one by one, with micro-batches of their responses."""
     config, batch = run.config, step.batch
     if not config.teacher.by_source:
         step.count_tokens(passes=1)
@@ -197,7 +197,7 @@ def prompt_advantages(run: Run, step: Step) -> None:
 
 
 def monte_carlo_returns(run: Run, step: Step) -> None:
-    """Compute the critic's targets for value pretraining, in which KL is 0."""
+    """Compute the critic's targets for value pretraining (KL 0)."""
     algorithm, batch = run.config.algorithm, step.batch
     if path := algorithm.advantage_method.returns:
         step.metrics |= load_function(path)(batch, run.runtime)[0]
@@ -224,7 +224,7 @@ def critic_update(run: Run, step: Step) -> None:
 
 
 def actor_update(run: Run, step: Step) -> None:
-    """Update the policy over its mini-batches (DAPO eq. 8, VAPO eq. 8 and 10)."""
+    """Update the policy (DAPO eq. 8, VAPO eq. 8 and 10)."""
     algorithm, batch, epochs = run.config.algorithm, step.batch, run.config.update.epochs
     selector = load_function(path) if (path := algorithm.policy_loss.selector) else None
     selected = torch.zeros(batch.num_tokens, dtype=torch.bool) if selector else None
@@ -241,7 +241,7 @@ def actor_update(run: Run, step: Step) -> None:
     if (others := other_tokens(batch)) is not None:
         mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
-    # Keep entropy and mean probability from before the updates.
+    # Keep statistics from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
 
@@ -297,7 +297,7 @@ class DeclaredColumns(dict[str, Tensor]):
 
 @contextmanager
 def enforced(phase: Phase, step: Step) -> Iterator[None]:
-    """Raise ValueError if a phase uses an undeclared column, or does not write a declared one."""
+    """Raise ValueError for undeclared columns, and for declared ones that are not written."""
 
     def batches() -> dict[int, TrainBatch | RolloutBatch]:
         own, rollout = getattr(step, "batch", None), getattr(step, "rollout", None)

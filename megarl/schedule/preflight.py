@@ -1,4 +1,4 @@
-"""Checks before a process group or a GPU is used. Each error is one line with the key or file."""
+"""Checks before a process group or a GPU is used."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ PACKAGES = (
 
 
 def preflight(config: Config, where: str, world: int | None = None, *, replay: bool = False) -> list[str]:
-    """Check everything that a training run needs except its folder (`claim_run_dir`); return warnings.
+    """Check all that a training run needs except its folder (`claim_run_dir`); return warnings.
 
-    world: None: the ranks launched, or to be launched here. replay: without engine, tools, verifier, prompts.
+    world: number of ranks; None: as launched, or to be launched here. replay: without engine and prompts.
     Raises ConfigError, CheckpointError and DataError."""
     check_config(config, where)
     device = choose_device(config.parallel.device)
@@ -111,7 +111,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
 
 
 def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFolder | None:
-    """Check the folders of critic, reward model and teachers; return the critic's."""
+    """Check all models but the actor; return the critic's folder."""
     critic = None
     if config.critic.path and config.has_critic:
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
@@ -195,7 +195,7 @@ def _sandbox_warning() -> str | None:
 def check_fits(
     plan: PlanInputs, where: str, memory: float | None = None, free: float | None = None
 ) -> str | None:
-    """Raise ConfigError if a run needs too much memory; return a warning if almost."""
+    """Return a warning if memory is scarce. Raises ConfigError if it does not suffice."""
     problem = find_problem(plan) if memory is None else find_cpu_problem(plan, memory)
     if problem:
         raise ConfigError(f"{where}: {problem}")
@@ -205,7 +205,7 @@ def check_fits(
 def preflight_evaluation(
     config: Config, where: str, key: str = "model.path", *, weights: bool = True
 ) -> None:
-    """Check what `megarl eval` needs. weights: in model.path, too."""
+    """Check the inputs of `megarl eval`. weights: model.path must have them."""
     if not config.data.eval:
         raise ConfigError(f"{where}: data.eval: must name at least one file to evaluate on")
     for problem in evaluation_problems(config):
@@ -234,7 +234,7 @@ def preflight_evaluation(
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
-    """Read a folder's headers and check its sizes against the parallel layout."""
+    """Read a folder's headers and check its sizes against the layout."""
     folder = _open_folder(path, key, critic=critic)
     with prefix_errors(key):
         carried_files(path)  # exports copy them
@@ -265,9 +265,7 @@ def _check_buildable(path: Path, key: str) -> None:
 def check_verifier(
     reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
 ) -> None:
-    """Test verifier and reward terms on one made-up response per reference.
-
-    references: each data file's first answer, each reasoning-gym task's problem"""
+    """Test verifier and reward terms on a made-up response per reference (one per data file or task)."""
     if not reward.terms and reward.verifier == "dapo":
         references = [one for one in references if isinstance(one, Reference)]
     if not references:
@@ -368,10 +366,9 @@ def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDesc
 
 
 def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
-    """Create the run's folder, private to the user, or check that its run can continue or restart.
+    """Create the run's private folder, or check that its run can continue or restart.
 
-    A run with a complete checkpoint continues; one killed before it restarts. Raises ConfigError otherwise.
-    """
+    A run killed before its first checkpoint restarts. Raises ConfigError."""
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)

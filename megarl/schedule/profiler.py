@@ -1,4 +1,4 @@
-"""Perfetto traces of steps (`megarl train --profile N`), and NVTX ranges of phases on GPUs."""
+"""Perfetto traces of steps (`megarl train --profile N`), and NVTX ranges of phases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.config.files import OptionalFiles
 from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
 
-# Layers x response tokens above which an in-process engine is not traced: each has some 50 operators of 1 kB.
+# Layers x tokens above which an in-process engine is not traced: each has operators of some 50 kB.
 OPERATORS_IN_ROLLOUT = 20_000
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')
@@ -24,7 +24,7 @@ _NAME = re.compile(r'("name": )"[^"]*"')
 class Profiler:
     """Traces `log.profile` steps of the main stage after the first one, which warms up.
 
-    Each step has its own trace, which bounds the memory. Ranks that only generate trace rollouts."""
+    Each step has a trace, which bounds the memory."""
 
     def __init__(
         self, config: Config, runtime: Runtime, layers: int, dispensable: OptionalFiles | None = None
@@ -45,7 +45,7 @@ class Profiler:
         if stage == PRETRAINING or not 1 < self.done <= self.steps + 1:
             yield
             return
-        # Otherwise torch reports the start and end of each trace on stderr.
+        # Otherwise torch reports each trace on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.trace = trace = profile(activities=self.activities)
         trace.start()
@@ -60,7 +60,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a phase in torch's traces and in Nsight's (NVTX)."""
+        """Name a phase in traces of torch and Nsight."""
         pausing = self.trace if name in self.pauses_in else None
         with record_function(name), torch.cuda.nvtx.range(name) if self.gpu else nullcontext():
             if pausing is not None:

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint, save checkpoints, and leave when asked to."""
+"""Resume, checkpoints and preemption of a run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Progress:
 
 
 class Recovery:
-    """Resumes a run, saves due steps, and leaves on preemption. Every rank makes the same calls.
+    """Resumes and saves a run. Every rank makes the same calls.
 
-    A run leaves after a step, or within one before any weight has changed, without the step's samples."""
+    A run leaves after a step, or within one before weights have changed, losing its samples."""
 
     def __init__(
         self, run: Run, stateful: Mapping[str, Stateful], listeners: Listeners, stop: StopRequest
@@ -64,7 +64,7 @@ class Recovery:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the checkpoint, drop later records, and return the finished main steps."""
+        """Load the checkpoint, drop later records; return the finished main steps."""
         for line in self._skipped:
             self.listeners.event(line)
         checkpoint, run = self.checkpoint, self.run
@@ -97,10 +97,10 @@ class Recovery:
         return spent
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
-        """Start the checkpoint of a step if it is due. Raises Interrupted if the run leaves."""
+        """Start the step's checkpoint if due. Raises Interrupted to leave."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
-        # A copy: the run may be asked to leave after the next step has started.
+        # A copy: the run may leave during the next step.
         state = {name: one.state_dict() for name, one in self.stateful.items()}
         self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
         with self.listeners.phase("checkpoint"):

@@ -1,4 +1,4 @@
-"""`megarl replay`: repeats one step from its checkpoint and its rollout on disk, without an engine."""
+"""`megarl replay`: repeat a step from checkpoint and rollout, without an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megarl.training.checkpoint import (
 from megarl.training.sharded import load_checkpoint
 
 IGNORED = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
-# Relative and absolute tolerance with another layout; most metrics are about 1.
+# Relative and absolute, with another layout; most metrics are about 1.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
@@ -39,7 +39,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 class Outcome:
     """exact    numbers must be equal, else within `tolerance`
     numbers  name -> (recorded, replayed)
-    weights  largest difference from the checkpoint after the step; None without it"""
+    weights  largest difference from the step's checkpoint; None without it"""
 
     exact: bool
     tolerance: float
@@ -59,9 +59,9 @@ class Outcome:
 
 
 def replay(config: Config, number: int, runtime: Runtime, tolerance: float | None = None) -> Outcome:
-    """Repeat step `number`. Every rank calls this.
+    """Repeat step `number`; collective.
 
-    With the checkpoint's layout and versions, weights and recorded digits must be equal."""
+    On a CPU with the checkpoint's layout and versions, results must be equal."""
     recorded = recorded_numbers(config, number)
     run = build_run(config, runtime, RecordedRollouts(config, runtime) if config.has_engine else None)
     try:
@@ -76,7 +76,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
         for phase in replay_phases(config):
             if phase.on_gpu:
                 run.residency.onload(phase.name, phase.on_gpu)
-            if phase.name == ROLLOUT:  # the phase's function also needs the weight sync
+            if phase.name == ROLLOUT:  # its function also needs the weight sync
                 step.take(run.source.rollout(step.stage, number))
             else:
                 FUNCTIONS[phase.name](run, step)
@@ -126,7 +126,7 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
 
 
 def find_start(config: Config, number: int) -> Checkpoint | None:
-    """Return the checkpoint before the step; None if there was none. Raises CheckpointError if removed."""
+    """Return the checkpoint before the step, None at the start. Raises CheckpointError if removed."""
     if number > 1:
         return open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number - 1))
     if not (config.has_critic and config.value_pretraining.steps):

@@ -1,6 +1,6 @@
-"""Rollouts on disk, for `megarl replay` and value pretraining (VAPO section 4.1).
+"""Rollouts on disk, for replay, value pretraining (VAPO section 4.1) and separate rollout ranks.
 
-A rollout is a folder with a safetensors file per rank and a manifest with checksums, written last. Any
+A rollout is a folder with a safetensors file per rank, and a manifest, written last. Any
 layout can read it."""
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SAMPLING_KEYS = (
     "reward.terms",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
-# A rank's columns [n], and an empty batch with names and types of the columns [T].
+# A rank's columns [n], and an empty batch with the types of columns [T].
 ReadRows = tuple[dict[str, Tensor], TrainBatch]
 MODEL_FILES = (".json", ".safetensors", ".distcp", ".model", ".jinja")
 
 
 class RolloutStore:
-    """A folder of rollouts. All ranks make the same calls, and agree on errors.
+    """A folder of rollouts. Methods are collective, and raise the same errors on all ranks.
 
-    key, remedy  for messages: the config key, and what to do when the disk is full
-    made_from    settings stored with each rollout, which must be equal to read it"""
+    key, remedy  for messages
+    made_from    settings, which must be equal to read a rollout"""
 
     def __init__(
         self, folder: Path, ranks: Ranks, key: str, remedy: str, made_from: Mapping[str, Any] | None = None
@@ -62,7 +62,7 @@ class RolloutStore:
         self.made_from = made_from or {}
 
     def read(self, number: int) -> tuple[tuple[RolloutBatch, dict[str, Any]] | None, list[str]]:
-        """Return ((batch, state), []), or (None, lines) with a line about a damaged rollout."""
+        """Return ((batch, state), []), or (None, lines about a damaged rollout)."""
         if not broadcast_from_rank_0(self.ranks, manifest_path(self.folder, number).exists(), bool):
             return None, []
         try:
@@ -71,7 +71,7 @@ class RolloutStore:
             return None, [f"{error}; it is sampled again"]
 
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
-        """Write a rollout; collective. state: JSON, rank 0's counts. Raises ConfigError if writing fails."""
+        """Write a rollout. state: JSON, rank 0's counts. Raises ConfigError."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
         part, sha256 = f"rank-{rank:05d}.safetensors", ""
 
@@ -127,16 +127,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def read_rollout(
     folder: Path, number: int, ranks: Ranks, made_from: Mapping[str, Any] | None = None
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Return a rollout's batch and state. Each rank holds the tokens of the files it reads.
+    """Return a rollout's batch and state. Each rank gets the tokens of the files it reads.
 
-    Raises on every rank: DataError for damaged files, ConfigError for another `made_from`."""
+    Raises on every rank: DataError for damage, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
     text, failure = "", None
     try:
         if ranks.rank == 0:
             manifest = read_manifest(path)
             check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # as text: a prompt's columns may hold integers of any size
+            text = json.dumps(manifest)  # as text: a prompt's integers may have any size
     except (ConfigError, DataError) as error:
         failure = error
     text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
@@ -155,7 +155,7 @@ def read_rollout(
         own = join(batches)
         own = own.select(own["row"].argsort())
         columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
-        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files, without turns
+        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files
         if "begun" in columns:
             columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
         columns |= {"length": own.lengths, "response_length": own.response_lengths}
@@ -192,7 +192,7 @@ def list_rollout_files(manifest: Path) -> list[Path]:
 
 
 def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> RolloutStore:
-    """Every rank calls this; rank 0 reads the model's files."""
+    """Return the store of value pretraining; collective."""
     made_from: dict[str, Any] = {}
     if ranks.rank == 0:
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
@@ -209,7 +209,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
 
 
 def check_pretraining_rollouts(config: Config) -> None:
-    """Check the first rollout's settings before any rank starts. Model and prompts are compared later."""
+    """Check the first rollout's settings, without model and prompts."""
     path = manifest_path(pretraining_folder(config), 1)
     if config.has_critic and config.value_pretraining.steps and path.exists():
         with suppress(DataError):
@@ -219,7 +219,7 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys that only one side has, from another version of megarl, are not compared."""
+    Keys of one side only, from another version, are ignored."""
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"

@@ -1,4 +1,4 @@
-"""The objects that phases use on one rank (`Run`), and one step's data (`Step`)."""
+"""The objects of a run (`Run`), and one step's data (`Step`)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from megarl.weights.megatron import open_model
 
 @dataclass(eq=False)
 class Run:
-    """The objects that live for the whole run on a rank that trains.
+    """The objects that live for the whole run on a training rank.
 
-    folder         the actor's, from before training; hf: its config.json
-    host           pinned memory of the offloaded tensor groups
-    method_states  the advantage method's state by its name in a checkpoint, equal on every rank
-    engine         None without engines, or if they run on separate ranks (`remote`)
+    folder         the actor's original one; hf: its config.json
+    host           pinned memory of offloaded tensor groups
+    method_states  the advantage method's state, by name in a checkpoint, equal on every rank
+    engine         None without engines on this rank
     dispensable    writes files whose failures do not end the run"""
 
     config: Config
@@ -63,7 +63,7 @@ class Run:
 
     @cached_property
     def models(self) -> dict[str, TrainableModel]:
-        """Return the trained models by their names in a checkpoint: actor, critic, critic_2."""
+        """Return the trained models by name in a checkpoint."""
         return {"actor": self.actor, **dict(zip(("critic", "critic_2"), self.critics, strict=False))}
 
     @property
@@ -75,7 +75,7 @@ class Run:
         return Residency(self.offload, self.models, self.weight_sync if self.engine is not None else None)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Transfer the actor's weights to the engines; return metrics. Remote engines may wait."""
+        """Transfer the actor's weights, to remote engines perhaps later; return metrics."""
         if self.remote is not None:
             return self.remote.publish(version)
         assert self.weight_sync is not None
@@ -173,10 +173,10 @@ def build_generation(
 class Step:
     """The data of one step.
 
-    stage          the run's main stage (Config.main_stage), or "value_pretraining"
-    samples        on rank 0, responses for people to read, by their row of the batch
+    stage          Config.main_stage or "value_pretraining"
+    samples        responses to show, by row of the batch, on rank 0
     distributions  tables for distributions.jsonl
-    rollout        all sequences of the step; batch: those that this replica trains on"""
+    rollout        all sequences; batch: those that this replica trains on"""
 
     stage: str
     number: int
@@ -191,7 +191,7 @@ class Step:
 
     @property
     def index(self) -> int:
-        """Negative in value pretraining."""
+        """Return the number, negative in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
     def take(self, rollout: RolloutBatch) -> None:

@@ -1,4 +1,4 @@
-"""A step's sampled responses for people to read, with each token's text, advantage and value."""
+"""A step's samples, with each token's text, advantage and value."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megarl.parallel.comm import broadcast_from_rank_0, gather_to_rank_0
 from megarl.parallel.runtime import Runtime
 
 STEPS_WITH_TOKENS = 100  # approximate number per run
-TOKENS_SHOWN = 512  # per response: half at the start, half at the end
+TOKENS_SHOWN = 512  # per response, half at each end
 DIGITS = 4  # significant
 MAX_CHARACTER_TOKENS = 4  # that make one character
 
 
 def has_tokens(number: int, steps: int) -> bool:
-    """Return whether the samples of step `number` of `steps` have tokens."""
+    """Return whether the samples of step `number` have tokens."""
     return number % -(-steps // STEPS_WITH_TOKENS) == 0 or number in (1, steps)
 
 
 def add_tokens(
     samples: Mapping[int, SampleRecord], batch: TrainBatch, tokenizer: Any, runtime: Runtime
 ) -> list[SampleRecord]:
-    """Return a step's samples with their tokens, advantages and values; [] except on rank 0. Collective."""
+    """Return samples with columns of tokens; [] except on rank 0. Collective."""
     rows = broadcast_from_rank_0(runtime, list(samples), list[int])
     own = token_columns(batch, rows) if runtime.is_replica_leader else {}
     parts = gather_to_rank_0(runtime, own, dict[int, dict[str, Tensor]])
@@ -68,7 +68,7 @@ def _round(column: list[float]) -> list[float | None]:
 def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str, Tensor]]:
     """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
 
-    Observed tokens have NaN for both numbers, tokens of earlier steps (`rollout.window`) for advantages."""
+    Observed tokens have NaN for both, tokens of earlier steps (`rollout.window`) for advantages."""
     places = {row: i for i, row in enumerate(batch.rows.tolist())}
     sampled_now, columns_by_row = batch.sampled_mask, {}
     for row in rows:
@@ -89,7 +89,7 @@ def response_indices(batch: TrainBatch, row: int) -> Tensor:
 
 
 def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return each token's text. The first of several tokens of one character has it; the others are empty."""
+    """Return each token's text. The first of a character's tokens has it; the others are empty."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
     at = 0
     while at < len(texts):

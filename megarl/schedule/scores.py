@@ -1,4 +1,4 @@
-"""The scores of an evaluation: avg@k, pass@k, majority@k over problem sets."""
+"""Scores of an evaluation: avg@k, pass@k, majority@k."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rollout.metrics import group_by_source, mean_score
 
 @dataclass
 class Scores:
-    """The scores of answers by problem. Problems with an ungraded answer do not count."""
+    """Scores by problem. Problems with an ungraded answer do not count."""
 
     groups: list[SampleGroup]
 
@@ -75,9 +75,7 @@ class Scores:
         return {**means, **ungraded}
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Return avg@k, pass@1 ... pass@k and majority@k with 95 % confidence intervals.
-
-        If the number of answers varies, only `avg`."""
+        """Return avg@k, pass@1 ... pass@k and majority@k, or `avg` if k varies, with 95 % intervals."""
         table, samples = self.table(), self.k
         columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
         if samples is not None:
@@ -94,7 +92,7 @@ class Scores:
     def counts(self) -> dict[str, int]:
         """Count answers by outcome.
 
-        unverified: the verifier failed; ungraded: such answers that are left out instead of wrong"""
+        unverified: the verifier failed; ungraded: those of them that are left out instead of wrong"""
         answers = [answer for group in self.groups for answer in group.samples]
         return {
             "all": len(answers),
@@ -108,26 +106,24 @@ class Scores:
 
 @dataclass
 class EvaluationResult:
-    """The evaluated problem sets with their answers."""
+    """Problem sets with their answers."""
 
     sets: list[tuple[ProblemSet, list[SampleGroup]]]
 
     @property
     def headline(self) -> Scores:
-        """Return the scores over all sets without a separate `every`: always the same problems."""
+        """Return the scores over sets without a separate `every`: always the same problems."""
         return Scores([group for one, groups in self.sets if one.every is None for group in groups])
 
     def by_name(self) -> dict[str, Scores]:
-        """Return the scores of named sets, and of the rest by data_source; {} for a single part."""
+        """Return the scores of named sets, and of the rest by data_source; {} if undivided."""
         parts = group_by_source(group for one, groups in self.sets if not one.name for group in groups)
         parts |= {one.name: groups for one, groups in self.sets if one.name}
         divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
         return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
 
     def stats(self) -> dict[str, float]:
-        """Return eval/* of the headline and eval/<name>/* of each part of `by_name`.
-
-        eval/k is set if it is equal for all problems."""
+        """Return eval/* of the headline and eval/<name>/* of each part of `by_name`."""
         headline, named = self.headline, {one.name for one, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:

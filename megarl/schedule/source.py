@@ -1,4 +1,4 @@
-"""Where a run's batches come from: engines, a finished run's files, or given pairs."""
+"""Sources of batches: engines, a finished run's files, or given pairs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from megarl.sync.weight_sync import Failures
 
 
 class BatchSource(ABC):
-    """Gives the trainer its batches. Every rank makes the same calls.
+    """Gives the trainer batches. Every rank makes the same calls.
 
-    reports: what was read from the data files; share: the type of `snapshot`'s value"""
+    reports: about data files; share: the type of `snapshot`'s value"""
 
     reports: Mapping[str, ReadReport]
     share: Any = dict[str, Any]
@@ -47,13 +47,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        """Return the batch of a step."""
+        """Return a step's batch."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return this rank's position in the data after its last batch.
-
-        It must not change later: a checkpoint may read it during the next step."""
+        """Return a copy of this rank's position: a checkpoint may read it during the next step."""
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Merge all ranks' snapshots into JSON data. Runs on rank 0, in any thread."""
@@ -61,14 +59,14 @@ class BatchSource(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of `join`. Raises CheckpointError if the data files have changed."""
+        """Continue from a value of `join`. Raises CheckpointError if data files have changed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop what the source has started."""
+        """Stop engines and verifiers."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
-        """Answer the due held-out problems; return eval/* and all answers, decoded lazily."""
+        """Answer due held-out problems; return eval/* and answers, decoded lazily."""
         raise NotImplementedError
 
     @property
@@ -85,7 +83,7 @@ class GenerationShare(TypedDict):
 
 
 class Generation(BatchSource):
-    """Samples and evaluates with this rank's engine. recover: restarts failed engines, see WeightSync."""
+    """Samples and evaluates with this rank's engine. recover: see WeightSync."""
 
     share = GenerationShare
 
@@ -134,7 +132,7 @@ class Generation(BatchSource):
 
     @cached_property
     def pretraining_rollouts(self) -> RolloutStore:
-        """The first access is collective."""
+        """Return the store; the first access is collective."""
         return pretraining_rollouts(self.config, self.prompts, self.runtime.engines)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
@@ -144,7 +142,7 @@ class Generation(BatchSource):
             stored, events = self.pretraining_rollouts.read(number)
             if stored is not None:
                 batch, state = stored
-                # The next samples must not depend on whether this batch was sampled or read.
+                # Continue as if this batch had been sampled now.
                 self.load_state_dict(state["samplers"])
                 batch.metrics = {"rollout/reused": 1.0, **batch.metrics}
                 return batch
@@ -198,7 +196,7 @@ class Generation(BatchSource):
 def start_engine(engine: RolloutEngine, runtime: Runtime) -> None:
     """Start the engine after all ranks have freed unused device memory.
 
-    SGLang refuses GPUs whose free shares differ, and sizes its KV cache by what is free."""
+    SGLang refuses GPUs with different free shares, and sizes its KV cache by free memory."""
     empty_cache(runtime.device)
     barrier(runtime.engines)
     engine.start()
@@ -215,14 +213,14 @@ class RecordedRollouts(BatchSource):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state: rollouts are read by their step."""
+        """Ignore the state: rollouts are read by step."""
 
     def close(self) -> None:
         pass
 
 
 class SupervisedPairs(BatchSource):
-    """Given pairs of prompt and response, the same on every rank. All count as correct."""
+    """Given pairs of prompt and response, the same on every rank."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         report, key = ReadReport(), config.supervised.response_key

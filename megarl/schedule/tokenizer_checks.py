@@ -1,4 +1,4 @@
-"""Checks that tokenizers load, fit their model, and are the actor's."""
+"""Checks of tokenizers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prefix_errors(key: str) -> Iterator[None]:
 
 
 def check_tokenizer(config: Config, folder: ModelFolder | ModelDescription, key: str = "model.path") -> Any:
-    """Return the model's tokenizer. Raises CheckpointError, with the file at fault if known."""
+    """Return the tokenizer. Raises CheckpointError, with the file at fault if known."""
     path = folder.path
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise CheckpointError(
@@ -119,7 +119,7 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 
 
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
-    """Check that a model has the actor's tokens, with equal ids and splits. It may have more."""
+    """Check that a model has (at least) the actor's tokens, with equal ids and splits."""
     theirs, problem = _load(path)
     if problem:
         raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")

@@ -1,6 +1,6 @@
 """The training loop. Read this file first: `Trainer.train` is the whole run, `Trainer.step` one step.
 
-The phases are declared in config/phases.py; their code is in schedule/phases.py."""
+config/phases.py declares the phases, schedule/phases.py has their code."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ class Trainer:
             self.export(name, self.config.run_dir / f"{name}_pretrained", changed=True)
 
     def step(self, step: Step) -> None:
-        """Run the phases of a step. After a non-finite number only the weight transfer still runs.
+        """Run a step's phases. After a non-finite number only the weight transfer still runs.
 
-        Raises an error after too many skipped or ungraded steps in a row."""
+        Raises an error after too many bad steps in a row."""
         phases = select_phases(self.config, step.stage, first_step=step.stage in self.fresh_stages)
         with self.listeners.step(step):
             try:
@@ -110,7 +110,7 @@ class Trainer:
             except NumericalError as error:
                 step.events.append(self.guards.count_failure(error))
                 step.metrics["guard/skipped"] = 1.0
-                # Engines expect this step's version even if the weights are unchanged.
+                # Engines expect this version even if weights are unchanged.
                 transfer = [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
                 self.run_phases(step, transfer, weights_changed=True)
             else:
@@ -158,7 +158,7 @@ class Trainer:
         self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
-        """Export a model, unless an earlier start has and the weights have not `changed` since."""
+        """Export a model, unless an earlier start has and weights have not `changed`."""
         if broadcast_from_rank_0(self.run.runtime, out.exists(), bool):
             if not changed:
                 return

@@ -1,7 +1,6 @@
-"""A thread per rank that ends a run that hangs, with a report about all ranks.
+"""A thread per rank that ends a hanging run with a report about all ranks.
 
-It uses files instead of collectives: run_dir/heartbeat/rank-00000.json is a rank's current phase,
-run_dir/hang-*.txt the report."""
+It uses files instead of collectives: heartbeat/rank-*.json has a rank's phase, hang-*.txt the report."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from megarl.parallel.launch import HUNG, write_error_file
 
 FOLDER = "heartbeat"
 BEAT, REPORT, STACK = "rank-{:05d}.json", "report-{:05d}.json", "stack-{:05d}.txt"
-WIDTH = 512  # bytes of a heartbeat, overwritten in place so that it is always complete
+WIDTH = 512  # bytes of a heartbeat; overwriting it in place keeps it complete
 REPORT_REQUESTED = "report-asked"
 PATIENCE = 3  # periods in which ranks must report
 # Frames of these files wait for other ranks.
@@ -158,7 +157,7 @@ class Watchdog:
         write_atomic(path, json.dumps(asdict(here)))
 
     def _fire(self, reason: str) -> None:
-        """Report the hang and end this process, even if the report fails."""
+        """Report the hang and end, even if the report fails."""
         try:
             line = self._write_report(reason)
         except OSError as error:
@@ -202,7 +201,7 @@ class Watchdog:
         return f"the run hangs: {line}; {reason}; every rank's place is in {path}"
 
     def _request_stacks(self, beats: Sequence[Mapping[str, Any] | None]) -> None:
-        """Have silent ranks on this machine write their stacks in a signal handler."""
+        """Have silent local ranks write their stacks in a signal handler."""
         local = [beat["pid"] for beat in beats if beat is not None and beat["host"] == self._state["host"]]
         running = [pid for pid in local if Path(f"/proc/{pid}").exists()]
         for pid in running:
@@ -272,9 +271,7 @@ def find_wait(frame: FrameType | None) -> str | None:
 
 
 def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """Return a line about the rank that the others wait for.
-
-    It does not answer, else works while others wait, else is behind."""
+    """Describe the rank that does not answer, else works while others wait, else is behind."""
     for rank, beat in beats.items():
         if rank not in reports:
             seen = "has never reported its phase"
