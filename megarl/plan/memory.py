@@ -170,7 +170,7 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
         parts["summed gradients"] = summed
     scratch = muon_scratch_bytes(plan, stage_pass.model)
     if beyond := max(0.0, scratch + after - sum(parts.values())):
-        parts["turned matrix"] = beyond
+        parts["Muon's matrices"] = beyond
     return parts
 
 

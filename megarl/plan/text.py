@@ -31,7 +31,10 @@ COLUMNS = (
     ("KV cache", ("engine.kv_cache",)),
     ("activations", ("activations",)),
     ("head", ("head",)),
-    ("buckets", ("transfer buckets", "gathered bucket", "summed gradients", "joined weights")),
+    (
+        "buckets",
+        ("transfer buckets", "gathered bucket", "summed gradients", "joined weights", "Muon's matrices"),
+    ),
     ("other", ("contexts",)),
 )
 # A configuration within this factor of the best is called as good: estimates are no more precise.

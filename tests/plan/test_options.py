@@ -20,7 +20,7 @@ from megarl.plan.memory import gpu_needs, phase_buffers
 from megarl.plan.search import ROOM, replace_keys
 from megarl.plan.sizes import GIB
 from megarl.plan.tensors import count_bucket_params, gradient_sum_bytes, group_bytes
-from megarl.plan.text import clock
+from megarl.plan.text import COLUMNS, clock
 from megarl.plan.times import MATMUL, default_lengths, estimate
 from tests.plan.jobs import batches, learner_of, storages
 from tests.plan.test_memory import ROOT
@@ -193,3 +193,13 @@ def test_muons_iterations_take_time() -> None:
     operations = counted.get_total_flops() * layers * muon.config.actor.muon.steps / dp * updates
     before, after = (estimate(plan, default_lengths(plan)).parts["actor_update"] for plan in (adam, muon))
     assert after - before == pytest.approx(operations / (adam.device.tflops * 1e12 * MATMUL), rel=1e-6)
+
+
+def test_every_part_of_memory_has_a_column() -> None:
+    """Also Muon's matrices, where a rank has so few tokens that they do not fit in its activations."""
+    muon = replace_keys(plan_for("dapo_32b"), actor__optimizer="muon", update__tokens_per_micro_batch=1024)
+    muon = replace_keys(muon, rollout__max_response_tokens=512, data__max_prompt_tokens=512)
+    plans = [muon, *(plan_for(name) for name in NAMES)]
+    parts = {part for plan in plans for need in gpu_needs(plan) for part in need.parts}
+    assert "Muon's matrices" in parts
+    assert parts <= {name for _, names in COLUMNS for name in names}
