@@ -6,6 +6,6 @@ from megarl.algorithms.losses import Objective, Tokens
 
 
 def cispo(t: Tokens) -> Objective:
-    """Return clip(r_t) A_t log pi_t, no gradient through the ratio (eq. 4 and 5)."""
+    """Return clip(r_t) A_t log pi_t, without gradient through the ratio (eq. 4 and 5)."""
     objective = t.ratio.clamp(t.low, t.high).detach() * t.advantage * t.logprobs
     return Objective(objective, t.ratio < t.low, t.ratio > t.high)
