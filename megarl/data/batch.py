@@ -1,4 +1,4 @@
-"""Batches of one step: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
+"""A step's batches: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _PARTS = ("tokens", "cu_seqlens", "response_mask")
 
 @dataclass
 class RolloutBatch:
-    """The n sequences of a step: columns, equal on every rank, and the tokens that this rank holds.
+    """The n sequences of a step: columns, equal on every rank, and this rank's tokens.
 
     `parallel.delivery.deliver` brings tokens to the ranks that train on them.
 
-    lengths           int64 [n], all tokens: prompt, response and observations
+    lengths           int64 [n], prompt, response and observations
     response_lengths  int64 [n], tokens that the policy sampled
-    prompt_lengths    int64 [n], tokens of the prompt that a group shares
-    owners            int64 [n], rank that holds a sequence's tokens; None: every rank holds all
-    columns           name -> Tensor [n], as in TrainBatch
+    prompt_lengths    int64 [n], tokens of the group's prompt
+    owners            int64 [n], rank with the sequence's tokens; None: every rank has all
+    columns           name -> Tensor [n]
     rows              int64 [m], ascending, sequences whose tokens are on this rank
-    own               these sequences, with columns [T] only; same column names on every rank
-    groups            sample groups behind the columns; empty if read from disk
-    errors            verifier errors -> count
-    records           on rank 0, row -> response for people to read
+    own               these sequences, with columns [T] only, of the same names on every rank
+    groups            sources of the columns; empty if read from disk
+    errors            verifier error -> count
+    records           on rank 0, row -> response to show
     events            lines to show"""
 
     lengths: Tensor
@@ -100,8 +100,8 @@ class TrainBatch:
 
     tokens         int64 [T], each prompt followed by its response
     cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool [T], True on sampled tokens, end-of-sequence included. Tokens before the first are the
-                   prompt; False tokens after it are observations
+    response_mask  bool [T], True on sampled tokens, including end-of-sequence. False tokens before the first
+                   are the prompt, later ones observations
     columns        name -> Tensor, [T] (per token) or [n] (per response)
 
     `training.batch.make_train_batch` sets these:
@@ -110,8 +110,8 @@ class TrainBatch:
     critic_mini_batches  for each critic. They differ if it reads prompts only or skips
                    unfinished responses, and with `critic.mini_batch`
 
-    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), of the state in which
-    tokens[t] was sampled. Both are 0 outside the response mask."""
+    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), of the state before tokens[t].
+    Both are 0 outside the mask."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -168,7 +168,7 @@ class TrainBatch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Tokens before each first response token, int64 [n]; all tokens if there is none."""
+        """Tokens before each response, int64 [n]; all if it is empty."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
@@ -177,7 +177,7 @@ class TrainBatch:
     def sampled_mask(self) -> Tensor:
         """Tokens that this step sampled, bool [T].
 
-        The optional column `prefix_tokens` [n] counts tokens of earlier steps (`rollout.window`)."""
+        Column `prefix_tokens` [n], if any, counts sampled tokens of earlier steps (`rollout.window`)."""
         if "prefix_tokens" not in self:
             return self.response_mask
         so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
@@ -245,23 +245,22 @@ class TrainBatch:
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    Example: prompts a b and c with responses x y and z. Then tokens are a b x y c z, labels x y z,
-    logit_indices 1 2 4, at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
+    Prompts a b and c with responses x y and z give tokens a b x y c z, labels x y z, logit_indices 1 2 4,
+    at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
 
     tokens, positions  int64 [1, t] on the device; t is a multiple that sequence parallelism and FP8 require
     packed             sequence boundaries for attention and routers
-    logit_indices      int64 [r], positions in the pack that predict the response tokens
+    logit_indices      int64 [r], positions in the pack that predict the labels
     labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, positions of these tokens in the TrainBatch's columns [T]
-    at                 int64 [r] on the host, positions of the response tokens in the pack
+    token_indices      int64 [r] on the host, the labels' positions in the TrainBatch
+    at                 int64 [r] on the host, the labels' positions in the pack
     routing            the engine's experts, host [layers, t, topk] (model/routing.py)
+    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed
 
     Under context parallelism, token_indices and at are the whole pack's. The other fields are this rank's,
     with r padded to the same number on each rank, and two more are set:
     cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
-    order              int64 [r], index of each response token in the concatenation over ranks
-
-    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed"""
+    order              int64 [r], index of each response token in the concatenation over ranks"""
 
     tokens: Tensor
     positions: Tensor
@@ -276,7 +275,7 @@ class MicroBatch:
     others: Tensor | None = None
 
     def column(self, batch: TrainBatch, name: str) -> Tensor:
-        """Return a column at this micro-batch's response tokens, [r, ...] on the device."""
+        """Return a column at the labels, [r, ...] on the device."""
         return batch[name][self.token_indices].to(self.tokens.device)
 
 
@@ -300,7 +299,7 @@ def write_batch(path: Path, batch: TrainBatch) -> str:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
     try:
-        partial.unlink(missing_ok=True)  # safetensors would follow a link left there
+        partial.unlink(missing_ok=True)  # safetensors would follow a link
         save_file(tensors, partial, {"sha256": checksum})
         fsync(partial)
         os.replace(partial, path)
