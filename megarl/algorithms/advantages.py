@@ -1,6 +1,6 @@
 """Advantages on packed batches: by group (DAPO), and GAE with length-adaptive lambda (VAPO).
 
-algorithms/methods has other methods'. Sums are in float64, exact enough for 20,000 tokens of lambda = 1."""
+Sums are in float64, exact enough for 20,000 tokens of lambda = 1."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A window of the recurrence has about GAE_WINDOW tokens, which fit into the cache, and between GAE_STEPS
-# tokens per response: shorter rows are slow to copy, longer ones pad short responses (benchmarks/gae.py).
+# A window has about GAE_WINDOW tokens, which fit into the cache, and between GAE_STEPS per response: shorter
+# rows are slow to copy, longer ones pad short responses (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
 
 LENGTH_BINS = 24  # equal parts of 1 ... longest response
-POSITION_BINS = 25  # equal parts of each response
+POSITION_BINS = 25  # of each response
 
 
 class Responses(NamedTuple):
-    """All replicas' responses of a step, for advantages with one value per response.
+    """All replicas' responses of a step, for advantages per response.
 
     rewards    [n]
-    group_ids  int [n], equal for the same prompt, in any order
-    counted    bool [n], whether the policy loss counts a response
+    group_ids  int [n], by prompt, in any order
+    counted    bool [n], in the policy loss
     parts      [n, k], unweighted parts of the rewards; None unless the method reads them
     weights    of the k parts
     """
@@ -38,7 +38,7 @@ class Responses(NamedTuple):
 
 
 class CentredRewards(NamedTuple):
-    """Rewards minus the mean of their group, float64 [n].
+    """Rewards minus their group's mean, float64 [n].
 
     group  int64 [n], 0, 1, ...
     sizes  int64 [groups], responses per group
@@ -50,7 +50,7 @@ class CentredRewards(NamedTuple):
 
 
 def centre_by_group(r: Responses) -> CentredRewards:
-    """Subtract from each reward the mean of its group."""
+    """Subtract each group's mean."""
     group: Tensor
     sizes: Tensor
     _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
@@ -62,7 +62,7 @@ def centre_by_group(r: Responses) -> CentredRewards:
 def group_advantages(r: Responses) -> Tensor:
     """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n], at least float32.
 
-    std is the sample standard deviation. A group of one response, or of equal rewards, gets 0.
+    std has the divisor n - 1. Groups of one response, or of equal rewards, get 0.
     """
     centred, group, sizes = centre_by_group(r)
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
@@ -71,14 +71,14 @@ def group_advantages(r: Responses) -> Tensor:
 
 
 def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
-    """Convert advantages to the dtype of the rewards, at least float32."""
+    """Convert to the dtype of the rewards, at least float32."""
     return exact.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
     """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1].
 
-    It would be negative for l < 1 / alpha. In float32, lambda^t would be off by 1e-4 for t in the thousands.
+    Unclamped it is negative for l < 1 / alpha. In float32, lambda^t would be off by 1e-4 for large t.
 
     lengths: response tokens, int [n]."""
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(floor, 1.0)
@@ -87,7 +87,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) ->
 def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
     """Return the tokens of each response, int64 [n]; None if observations interrupt or follow one.
 
-    Bisection reads a few mask entries per sequence and allocates no integers per token."""
+    Bisection allocates no integers per token."""
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     falls = response_mask[:-1] & ~response_mask[1:]
     falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
@@ -116,19 +116,21 @@ def gae(
 
         A_t = delta_t + gamma * lambda * A_{t+1},  delta_t = R_t + gamma * V(s_{t+1}) - V(s_t)
 
-    t counts sampled tokens. Observations between turns belong to the next turn's first state: they have no V
-    or R, and cost no discount.
+    t counts sampled tokens. Observations between turns belong to the next turn's first state, without V, R
+    or discount.
 
     Args:
         rewards, values: float [T]; unused outside the mask
         response_mask: bool [T], sampled tokens
         cu_seqlens: int64 [n+1]
         lam: a number, or [n]
-        after: [n], V after each response's last token; None: 0
-    Returns float32 [T], float64 if rewards or values are; 0 outside the mask.
+        after: [n], V after each response; None: 0
 
-    The recurrence runs backwards over all responses at once, longest first. Windows of tokens, counted from
-    the responses' ends, are gathered time-major, so only windows are padded."""
+    Returns:
+        float32 [T], float64 if rewards or values are; 0 outside the mask
+
+    The recurrence runs backwards over all responses at once, longest first, in time-major windows counted
+    from their ends. Only windows are padded."""
     total = rewards.numel()
     lengths_of_all = response_lengths(response_mask, cu_seqlens)
     if lengths_of_all is None:  # drop observations, so that each response is contiguous
@@ -139,7 +141,7 @@ def gae(
     all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
     last_values = lam.new_zeros(all_lengths.shape) if after is None else after.double()
-    # Windows write positions before the start of short responses to the extra entry.
+    # The extra entry is for `_Window.write`.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
     out = torch.zeros(total + 1, dtype=dtype, device=rewards.device)
     for first in range(0, all_lengths.numel(), GAE_ROWS):
@@ -168,10 +170,10 @@ def gae(
 
 
 class _Window:
-    """The `steps` tokens before `ends` of responses with `left` tokens before `ends`, in descending order.
+    """The `steps` tokens before `ends` of responses with `left` tokens there, in descending order.
 
-    Responses with at least `steps` tokens are copied as rows, ten times faster than by token. For shorter
-    ones, positions before the start hold arbitrary values, which no token uses, and are written to out[T]."""
+    Responses with `steps` tokens or more are copied as rows, ten times faster than by token. Positions before
+    the start of shorter ones hold arbitrary values, which no token uses, and are written to out[T]."""
 
     def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
         whole = int(torch.searchsorted(-left, -steps, right=True))
@@ -189,7 +191,7 @@ class _Window:
         return rows.t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """Write x, float64 [steps, responses], to its tokens in `out`."""
+        """Write x, float64 [steps, responses], to `out`."""
         rows = x.to(out.dtype).t().contiguous()
         whole = self.starts.numel()
         out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:whole])
@@ -220,18 +222,15 @@ def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
 
 
 def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
-    """Return (A - mean) / sqrt(var + 1e-8), [T], or A if count < 2; 0 outside the mask.
-
-    count, mean, var: from `mean_and_variance`."""
+    """Return (A - mean) / sqrt(var + 1e-8), [T], or A if count < 2; 0 outside the mask."""
     whitened = (advantages.double() - mean) / (var + 1e-8) ** 0.5 if count > 1 else advantages
     return torch.where(mask, whitened, 0.0).to(advantages.dtype)
 
 
 def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: float = 0.0) -> Tensor:
-    """Return the sums for `gae_metrics`, float64 [6], to sum over ranks.
+    """Return `moments`, responses, sum of lambda, and responses with lambda <= floor, float64 [6].
 
-    They are `moments` of the advantages, responses, sum of lambda, and responses with lambda <= floor.
-    lam: of the policy's advantages, [n]."""
+    To sum over ranks. lam: of the policy's advantages, [n]."""
     lam = lam.double()
     responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
     return torch.cat([moments(advantages, response_mask), responses])
@@ -253,8 +252,7 @@ def gae_metrics(sums: Tensor) -> dict[str, float]:
 def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
     """Return responses and sum of lambda per bin of length, float64 [2, LENGTH_BINS].
 
-    Bins divide 1 ... longest; the last also has longer responses.
-    lengths: int64 [n], response tokens; lam: [n]."""
+    The last bin includes longer responses. lengths: int64 [n], response tokens; lam: [n]."""
     bins = (((lengths - 1) * LENGTH_BINS) // longest).clamp(0, LENGTH_BINS - 1)
     lam = lam.double()
     sums = torch.zeros(2, LENGTH_BINS, dtype=torch.float64, device=lam.device)

@@ -1,7 +1,9 @@
 """Loss terms and their token weights: the one place of denominators.
 
-Every term is sum_t w_t * l_t, with denominators counted over the whole mini-batch (all micro-batches and
-data-parallel ranks). Statistics are sums over tokens. So both add up over micro-batches and ranks."""
+A term is sum_t w_t * l_t, with denominators of the whole mini-batch. Statistics are sums over tokens. So both
+add up over micro-batches and data-parallel ranks.
+
+Unless noted, tensors are [T], and tokens of weight 0 do not count."""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
 KLEstimator = Literal["k2", "k3"]
 
-# Statistic -> the statistic that counts its tokens, where these are not all counted tokens.
+# Statistic -> the statistic that counts its tokens, if not `tokens`.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 
-# Bound of log-ratios before exp, against overflow. e^20 = 5e8 is far outside any clip range.
+# Bound of log-ratios, against overflow. e^20 = 5e8 is far outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 
 # Lower bound of the probability outside a teacher's top k. Float32 log-probs do not resolve less.
@@ -33,7 +35,7 @@ def token_weights(
     include: Tensor | None = None,
     constant: int = 1,
 ) -> Tensor:
-    """Return the weight of a token of each response in a loss term, float32 [n]; 0 if uncounted.
+    """Return the weight of each response's tokens, float32 [n]; 0 if uncounted.
 
     With N counted responses of L tokens in all in the mini-batch:
 
@@ -43,9 +45,9 @@ def token_weights(
               constant is the length limit)
 
     Args:
-        lengths: response tokens, int64 [n], of the whole step, not of one rank. 0 never counts.
-        mini_batches: int64 [n]; None: all are one.
-        include: bool [n], e.g. not truncated; None: all.
+        lengths: response tokens, int64 [n], of the whole step, not of one rank; 0 is uncounted
+        mini_batches: int64 [n]; None: a single one
+        include: bool [n], responses to count; None: all
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation: must be token, sample or constant (got {aggregation!r})")
@@ -67,7 +69,7 @@ def log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
 
 
 def _weighted_sum(terms: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """Sum w_t * l_t in float64; return it 0-dim in the dtype of `like`, at least float32."""
+    """Sum in float64; return the dtype of `like`, at least float32, 0-dim."""
     return (terms * weights.double()).sum().to(torch.promote_types(like.dtype, torch.float32))
 
 
@@ -79,7 +81,7 @@ def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
 
 
 class Tokens(NamedTuple):
-    """The tokens of a policy loss, float64 [T]; A_t and log-probs of uncounted tokens are 0.
+    """The tokens of a policy loss, float64 [T]; 0 if uncounted, except the ratio.
 
     ratio           r_t = pi / pi_old
     selected        bool [T], by the method's `selector`
@@ -115,12 +117,12 @@ class Tokens(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a surrogate returns.
+    """A surrogate's result.
 
     objective   J_t, float64 [T], to be maximised
-    too_low     bool [T], tokens that clip_fraction_low counts
-    too_high    bool [T], likewise clip_fraction_high
-    statistics  sums over tokens, for metrics policy/<name> of this method
+    too_low     bool [T], tokens of clip_fraction_low
+    too_high    bool [T], tokens of clip_fraction_high
+    statistics  sums over tokens, for metrics policy/<name>
     """
 
     objective: Tensor
@@ -162,21 +164,16 @@ def policy_loss(
 ) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * -J_t and its statistics.
 
-    Tensors are [T] unless noted. Tokens of weight 0 do not count. The ratio has no gradient beyond e^20
-    and e^-20.
+    The ratio has no gradient beyond e^20 and e^-20. approx_kl is the k3 estimate of KL(pi_old || pi),
+    clip_prob_high the probability of tokens clipped from above (DAPO figure 3a).
 
     Args:
-        old_logprobs, advantages: without gradient.
-        clip_low, clip_high: the interval is [1 - clip_low, 1 + clip_high].
-        entropy: of the policy, only for the statistic.
-        surrogate: computes J_t (`algorithm.surrogate`).
-        options: the surrogate's arguments.
-        dual_clip, sequence_ids, selected: fields of `Tokens`.
-        top_k_logprobs: likewise; the least finite number where one is the sampled token.
-
-    Returns:
-        The loss, and sums over counted tokens. approx_kl is the k3 estimate of KL(pi_old || pi),
-        clip_prob_high the probability of tokens clipped from above (DAPO figure 3a).
+        old_logprobs, advantages: used without gradient
+        clip_low, clip_high: of the interval [1 - clip_low, 1 + clip_high]
+        entropy: only for the statistic
+        surrogate, options: function that computes J_t, and its arguments
+        dual_clip, sequence_ids, selected: as in `Tokens`
+        top_k_logprobs: likewise; the least finite number where one is the sampled token
     """
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
@@ -225,7 +222,7 @@ def _policy_statistics(
 
 
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -log pi_t (VAPO eq. 9), before the factor mu of eq. 10. All [T].
+    """Return sum_t w_t * -log pi_t (VAPO eq. 9), before the factor mu of eq. 10.
 
     weights: `token_weights` with the correct responses as `include`."""
     loss = _weighted_sum(-torch.where(weights > 0, logprobs.double(), 0.0), weights, logprobs)
@@ -235,16 +232,15 @@ def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def kl_loss(
     logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, estimator: KLEstimator = "k3"
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t k_t, an estimate of KL(pi || pi_ref), before the factor beta. All [T].
+    """Return sum_t w_t k_t, an estimate of KL(pi || pi_ref), before the factor beta.
 
     With d = log pi - log pi_ref of the sampled token, and expectations on-policy:
 
-    k2  d^2 / 2: its expected gradient is that of KL(pi || pi_ref) (REINFORCE++ with baseline, OpenRLHF's
+    k2  d^2 / 2; expected gradient: that of KL(pi || pi_ref) (REINFORCE++ with baseline, OpenRLHF's
         compute_approx_kl)
-    k3  exp(-d) - 1 + d (GRPO): its expected value is KL(pi || pi_ref), its expected gradient that of
-        KL(pi_ref || pi)
+    k3  exp(-d) - 1 + d (GRPO); expected value: KL(pi || pi_ref); expected gradient: that of KL(pi_ref || pi)
 
-    k1, d itself, is not offered: its expected gradient is 0."""
+    k1, d itself, has the expected gradient 0."""
     difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
     terms = difference.square() / 2 if estimator == "k2" else torch.expm1(difference) - difference
     loss = _weighted_sum(terms, weights, logprobs)
@@ -255,16 +251,15 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
     """Return sum_t w_t KL(q_t || pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
 
     Without the rest (verl's forward_kl_topk) the minimum would put all probability on the k tokens. With it
-    (SDPO, arXiv 2601.20802) the minimum, 0, is at the teacher's probabilities.
+    (SDPO, arXiv 2601.20802) the minimum is at the teacher's.
 
-    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf at tokens without a teacher.
-    Statistics: loss, tokens, tokens with a teacher, and the teacher's probability of the k tokens."""
+    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none."""
     counted = weights > 0
     taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
     of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
     chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
     teacher_rest = torch.where(taught, 1 - chances.sum(-1), 0.0).clamp(min=0)
-    # Rounding may leave less than LEAST_REST, even below 0. Raise it to that, keeping its gradient.
+    # Rounding may leave less than LEAST_REST. Raise it to that, keeping its gradient.
     rest = 1 - own.exp().sum(-1)
     rest = rest + (LEAST_REST - rest.detach()).clamp(min=0)
     terms = (chances * (of_teacher - own)).sum(-1)
@@ -275,7 +270,7 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
 
 
 def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -H(pi_t), before its factor. All [T]."""
+    """Return sum_t w_t * -H(pi_t), before its factor."""
     loss = _weighted_sum(-torch.where(weights > 0, entropy.double(), 0.0), weights, entropy)
     return loss, _sums(loss, "policy/entropy_loss")
 
@@ -283,10 +278,10 @@ def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float = 0.0
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * 1/2 (V_t - returns_t)^2. All [T]; tokens of weight 0 do not count.
+    """Return sum_t w_t * 1/2 (V_t - returns_t)^2.
 
     With clip > 0, a term is the larger of this and the same with V clamped to V_old +- clip (PPO).
-    Statistics: loss, tokens, and tokens whose clamped term is larger, which have no gradient."""
+    clip_fraction counts tokens whose clamped term is larger, which have no gradient."""
     counted = weights > 0
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
@@ -304,12 +299,12 @@ def value_loss(
 def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t log(1 + exp((1 - 2 R_t) V_t)), the cross-entropy of sigmoid(V) to R in {0, 1}.
 
-    SPPO (arXiv 2604.08865). All [T]; tokens of weight 0 do not count. Statistics: loss, tokens."""
+    SPPO (arXiv 2604.08865)."""
     counted = weights > 0
     value = torch.where(counted, logits.double(), 0.0)
     outcome = torch.where(counted, successes.detach().double(), 0.0)
     against = (1 - 2 * outcome) * value
-    # Not torch's softplus, whose last bits depend on a token's position in memory.
+    # The last bits of torch's softplus depend on a token's position in memory.
     largest = against.detach().clamp(min=0)
     terms = largest + ((-largest).exp() + (against - largest).exp()).log()
     loss = _weighted_sum(terms, weights, logits)
@@ -319,8 +314,7 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
     """Return metrics from statistics summed over micro-batches, ranks and `updates` optimizer steps.
 
-    Losses are means over updates, others over tokens. Without tokens they are 0, or missing if in
-    COUNTED_BY."""
+    Losses are means over updates, others over tokens; without tokens 0, or missing if in COUNTED_BY."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():

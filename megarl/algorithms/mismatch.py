@@ -20,10 +20,10 @@ DIFFERENCE_EDGES = tuple(
 
 
 def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of the differences, float64 [4], and the largest |difference|, float64 0-dim.
+    """Return sums over tokens, float64 [4], and the largest |log r|, float64 0-dim.
 
-    The sums are tokens, |difference|, r = pi_trainer / pi_engine, and r - 1 - log r. Reduce over ranks by sum
-    and maximum. Differences are bounded by 20. All inputs [T]."""
+    With r = pi_trainer / pi_engine and |log r| bounded by 20, sums are tokens, |log r|, r, and r - 1 - log r.
+    Reduce over ranks by sum and maximum. All inputs [T]."""
     difference = log_ratio(trainer_logprobs.detach(), engine_logprobs.detach(), mask)[mask]
     absolute = difference.abs()
     count = torch.tensor(float(absolute.numel()), dtype=torch.float64, device=absolute.device)
@@ -66,8 +66,8 @@ def mismatch_factors(
             sequence: 0 if the response's geometric mean of r_t is outside, else 1
 
     Factors are 0 outside `mask`. Denominators do not change, so a batch with few kept tokens moves the
-    policy little. log r_t and the log of the product are bounded by 20. Counts, to sum over ranks: tokens,
-    tokens above the cap, and dropped tokens.
+    policy little. log r_t and the log of the product are bounded by 20.
+    Counts, to sum over ranks: tokens, tokens above the cap, dropped tokens.
 
     trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Return the share of right answers to a problem; 0 without answers."""
+    """Return the share of right answers; 0 without answers."""
     return sum(map(bool, correct)) / len(correct) if correct else 0.0
 
 
@@ -30,9 +30,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
     """Return the share of right results among the most frequent answers, tied ones included.
 
-    Args:
-        answers: normalised; None (no answer found) does not vote
-        correct: the verifier's results, which may differ between equal answers"""
+    answers: normalised; None does not vote. correct: may differ between equal answers."""
     if len(answers) != len(correct):
         raise ValueError(f"majority@k: {len(answers)} answers, but {len(correct)} verdicts")
     votes = Counter(answer for answer in answers if answer is not None)
@@ -56,8 +54,8 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
 
     Wilson's interval (1927) with Student's t of n - 1, for the effective sample size m (1 - m) / (s^2 / n),
     between n and n * samples (Korn and Graubard 1998). m and s^2: mean and sample variance over n problems,
-    the unit, since answers to one are dependent (Miller 2024, arXiv 2411.00640). Unlike a bootstrap, it has
-    a width even if all answers are right."""
+    the unit, as answers to one are dependent (Miller 2024, arXiv 2411.00640). Unlike a bootstrap's, its width
+    is never 0."""
     n = len(scores)
     if not n:
         raise ValueError("a confidence interval needs at least one score")
@@ -79,7 +77,7 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
 def _student(freedom: int) -> float:
     """Return the 0.975 quantile of Student's t: exact below 3, else by Abramowitz and Stegun 26.7.5.
 
-    The expansion is 0.12 % low at 3 and closer above."""
+    The expansion is at most 0.12 % low."""
     if freedom < 3:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985
@@ -94,9 +92,9 @@ def _student(freedom: int) -> float:
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sums for `explained_variance`, float64 [5], to sum over ranks. All [T]; mask: bool.
+    """Return tokens, then sum and sum of squares of returns and of returns - values, float64 [5].
 
-    They are tokens, then sum and sum of squares of returns and of returns - values."""
+    To sum over ranks. All [T]; mask: bool."""
     target = returns[mask].double()
     error = target - values[mask].double()
     count = torch.tensor(float(target.numel()), dtype=torch.float64, device=target.device)

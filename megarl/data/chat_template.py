@@ -1,4 +1,4 @@
-"""Render chat templates, which are untrusted programs, and find their end-of-turn token."""
+"""Render chat templates, which are untrusted programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def render_chat(
         variables: data.chat_template_kwargs
         generate: end with the start of the assistant's turn, or leave a last assistant message open
 
-    Raises ConfigError for a template that may not end, and the template's errors."""
+    Raises the template's errors, and ConfigError if it may not end."""
     template = tokenizer.chat_template
     name = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     for source in template.values() if isinstance(template, dict) else [template]:
@@ -90,9 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> int | None:
-        """The token that ends an assistant's turn, or None.
-
-        GLM's template writes none: the start of a user's turn ends it."""
+        """The token that ends an assistant's turn, in GLM's template the start of a user's turn; or None."""
         if self.closing:
             return self.closing[-1]
         following = self.encode(self.text_behind([_USER]))[:1]
@@ -117,7 +115,7 @@ class ChatTemplate:
             mark: a character that the messages do not contain
             generate: include the start of the assistant's next turn
 
-        Raises ValueError if the template omits the assistant's message."""
+        Raises ValueError if the template omits the message."""
         content = f"{mark}said{mark}"
         turns = [_USER, {"role": "assistant", "content": content}, *messages]
         _, found, behind = self.render(turns, generate).partition(content)
@@ -126,9 +124,7 @@ class ChatTemplate:
         return behind
 
     def encode(self, text: str, first: bool = False) -> list[int]:
-        """Tokenize part of a rendered text.
-
-        Only the `first` part gets the space that some tokenizers add before a text."""
+        """Tokenize part of a rendered text. Only the `first` gets the space that some tokenizers prepend."""
         before = "" if first else self.tokenizer.eos_token or ""
         tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
         return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)

@@ -1,4 +1,4 @@
-"""Find prompt, reference answer and response in a row, in common columns."""
+"""Find a row's prompt, reference answer and response in common columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config.schema import DataConfig
 
 Messages = list[dict[str, str]]
 
-# Tried, ignoring case, if the configured column is absent: those of GSM8K, MATH and AIME.
+# Tried, ignoring case, if the configured column is absent (GSM8K, MATH, AIME).
 _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
 # TRL: a conversation, and the text after a prompt.
 _MESSAGES, _COMPLETION = "messages", "completion"
@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return all columns that may be used; a dotted key also by its first part."""
+    """Return possible columns; a dotted key also by its first part."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)
@@ -164,8 +164,7 @@ def _after_marker(text: str) -> str:
 def final_answer(solution: str) -> str | None:
     r"""Return the answer in a worked solution, or None.
 
-    It is the last `\boxed{}`, else the text after GSM8K's `####`, else the whole text if that is one formula
-    or word (TRL)."""
+    It is the last `\boxed{}`, else the text after GSM8K's `####`, else a text of one formula or word (TRL)."""
     text = solution.strip()
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed
@@ -177,10 +176,10 @@ def final_answer(solution: str) -> str | None:
 
 
 def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
-    """Return (column, text) of a problem's reference answer.
+    """Return (column, text) of the reference answer.
 
-    Columns of WORKED, `solution` first, give their `final_answer`, others the text after GSM8K's `####`, if
-    any. Raises UnusableRow, and DataError for ambiguous columns."""
+    Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
+    Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
     nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
     if value is None:

@@ -16,8 +16,8 @@ class GeneratedRow(Protocol):
     key      of its entry: `data.train[0].gym`
     index    within the task
     prompt   the question, after the entry's system prompt and examples
-    answer   a correct one; "" if unknown
-    entry    data for the generator's verifier
+    answer   correct; "" if unknown
+    entry    for the generator's verifier
     problem  (reason, detail) if generation failed"""
 
     @property
@@ -39,7 +39,7 @@ class GeneratedRow(Protocol):
 
 
 def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
-    """Return key -> entry with `gym`: `data.eval[1].gym`."""
+    """Return key (`data.eval[1].gym`) -> entry."""
     lists = (("data.train", data.train), ("data.eval", data.eval))
     return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
 
@@ -54,9 +54,7 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GeneratedRow]:
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GeneratedRow]:
-    """Yield `rounds` rows of every task after checking all tasks and parameters.
-
-    Raises as `generate`."""
+    """Check all tasks and parameters, then yield `rounds` rows of each task. Raises as `generate`."""
     if entries:
         yield from _gym().first_rows(entries, rounds)
 
@@ -68,12 +66,12 @@ def check_tasks(entries: Mapping[str, GymConfig]) -> None:
 
 
 def reference_to(answer: str, entry: str) -> Reference:
-    """Return a generated problem's reference for its verifier."""
+    """Return a generated problem's reference."""
     return Reference(answer, _gym().VERIFIER, entry)
 
 
 def own_verifiers(data: DataConfig) -> tuple[str, ...]:
-    """Return the verifiers that `data` needs in addition to reward.verifier."""
+    """Return verifiers of generated rows."""
     return (_gym().VERIFIER,) if data.has_gym else ()
 
 

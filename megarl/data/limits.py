@@ -21,7 +21,7 @@ _ONE_THREAD = threading.RLock()  # the limit is process-wide
 def memory_limit(size: int = MEMORY) -> Iterator[None]:
     """Raise MemoryError if the block allocates more than `size` bytes; no effect without /proc.
 
-    One thread enters at a time. Blocks may be nested."""
+    Other threads wait; blocks may be nested."""
     with _ONE_THREAD:
         before = resource.getrlimit(resource.RLIMIT_DATA)
         if _STATM.exists():
@@ -38,7 +38,7 @@ def memory_limit(size: int = MEMORY) -> Iterator[None]:
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Raise ConfigError `what ...` if the block takes more than `seconds`.
 
-    Other threads have no limit, as only the main thread receives signals."""
+    Only in the main thread, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

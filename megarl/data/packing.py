@@ -37,10 +37,10 @@ def pack_groups(
 ) -> list[list[list[int]]]:
     """Return micro-batches in which each prompt stands once before its responses.
 
-    A micro-batch is a list of families; a family, a list of indices into `responses` after one copy of their
+    A micro-batch is a list of families; a family lists the indices of responses after one copy of their
     prompt. A group that exceeds `max_tokens` has several families.
 
-    prompts, responses: tokens of each sequence's parts; groups: equal for the same prompt"""
+    prompts, responses: tokens of each sequence's parts; groups: one number per prompt"""
     members: dict[int, list[int]] = {}
     for index, number in enumerate(groups):
         members.setdefault(number, []).append(index)
@@ -93,8 +93,8 @@ def balance_groups(
 ) -> list[list[int]]:
     """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
-    Groups stay whole or split in halves, quarters and so on, to make the slowest rank fastest. Arguments
-    as for `pack_groups`, but costs."""
+    All groups stay whole or split in halves, quarters and so on, to minimise the highest cost. Arguments: as
+    `pack_groups`, but costs."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)

@@ -1,4 +1,4 @@
-"""Order of prompts, shuffled each epoch, the same in every process and library version."""
+"""Order of prompts, the same in every process and library version."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
 
 
 class PromptSampler:
-    """Sample prompt indices without replacement, epoch after epoch.
+    """Sample prompt indices without replacement, epoch after epoch. Raises ValueError without prompts.
 
-    content: checksum of the prompts, for resumed runs. Raises ValueError without prompts."""
+    content: checksum of the prompts, for resumed runs"""
 
     def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
         if num_prompts < 1:
@@ -50,7 +50,7 @@ class PromptSampler:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises CheckpointError if prompts, seed or shuffle differ, or it is invalid."""
+        """Restore a state. Raises CheckpointError if it is invalid or of other prompts, seed or shuffle."""
         for name, key in (("num_prompts", "data.train"), ("seed", "seed"), ("shuffle", "data.shuffle")):
             if state.get(name) != getattr(self, name):
                 raise CheckpointError(

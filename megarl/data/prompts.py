@@ -1,4 +1,4 @@
-"""Prompts and supervised pairs: read, template and tokenize rows, and report rejected ones."""
+"""Prompts and supervised pairs: read, template and tokenize rows."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ CHARACTERS_PER_TOKEN = 100  # per data.max_prompt_tokens; longer prompts are not
 class Prompt:
     """One problem.
 
-    uid       `prompt_uid`, from which seeds derive
-    text      the model's input, templated
-    question  last user message, or untemplated prompt, to show
-    source    the row's data_source, or task of reasoning-gym
-    answer    reference; "" if a task of reasoning-gym has none
-    entry     data for reasoning-gym's scorer; "": reward.verifier grades"""
+    uid       `prompt_uid`, the same in every run; seeds derive from it
+    text      templated
+    question  last user message, or untemplated prompt
+    source    data_source, or task of reasoning-gym
+    answer    reference; "" if reasoning-gym has none
+    entry     for reasoning-gym's scorer; "": reward.verifier grades"""
 
     uid: int
     text: str
@@ -69,15 +69,15 @@ class Prompt:
 
     @property
     def source_name(self) -> str:
-        """The data_source's name in metrics."""
+        """The source in metrics."""
         return re.sub(r"[^\w.+-]+", "_", self.source).strip("_") or "unnamed"
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Held-out problems that are evaluated together.
+    """Problems that are evaluated together.
 
-    name       prefix of their scores; "": scores by data_source
+    name       prefix of scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
     questions  all, even beyond evaluation.max_problems"""
 
@@ -89,13 +89,13 @@ class ProblemSet:
 
 
 def prompt_uid(text: str, answer: str) -> int:
-    """Return a 63-bit hash of an untemplated text and its answer, the same in every run."""
+    """Return a 63-bit hash of an untemplated text and its answer."""
     digest = blake2b(f"{len(text)}:{text}{answer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def checksum_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of the prompts' uids, tokens and answers, in order."""
+    """Return the SHA-256 of uids, tokens and answers."""
     digest = sha256()
     for prompt in prompts:
         digest.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())
@@ -126,7 +126,7 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return the sums, then each reason with `shown` examples."""
+        """Return the sums, then reasons with `shown` examples."""
         found = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
@@ -175,7 +175,7 @@ _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
 def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
-    """Return the sources of the entries `key[0]`, `key[1]`, ..."""
+    """Open the entries `key[0]`, `key[1]`, ..."""
     found = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
     gym = {name: entry.gym for name, entry in found.items() if entry.gym}
     generated: dict[str, list[GeneratedRow]] = {name: [] for name in gym}
@@ -195,15 +195,13 @@ def read_prompts(
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of all entries in order, without duplicates of prompt and answer.
 
-    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only reported.
-
     Args:
         held_out: sets whose questions generated rows must not contain
         key: config key of `entries`
         opening: replaces each prompt's tokens, unless empty
 
     Raises:
-        DataError: a file is missing, malformed or without a usable row
+        DataError: a file is missing, malformed or without a usable row; single unusable rows are reported
         ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
@@ -249,8 +247,7 @@ def read_problem_sets(
     """Read data.eval: one set per (name, samples, every).
 
     Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
-    ConfigError if a name is also the data_source of an unnamed entry, since both would use the same
-    metric."""
+    ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
     together: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
@@ -308,8 +305,8 @@ def validate_files(
 ) -> list[str | Reference]:
     """Check, before ranks start, that every entry of `data` has a usable row.
 
-    Reads each file up to that row. Without `tokenizer`, no check tokenizes. `response_key` is for recipe sft,
-    whose training rows need a response instead of an answer.
+    Reads files up to that row, and tokenizes only with a `tokenizer`. `response_key` is for recipe sft, whose
+    training rows need a response, not an answer.
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
     Raises DataError or ConfigError."""
@@ -343,9 +340,9 @@ def validate_files(
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
-    """Return the `names` that no row of data.train has as data_source (if generated: as task).
+    """Return the `names` that are the data_source, or generated task, of no row of data.train.
 
-    Requires files that `validate_files` has checked."""
+    `validate_files` must have checked the files."""
     absent: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
@@ -388,9 +385,7 @@ def _usable_rows(
     response_key: str | None = None,
     held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
-    """Yield usable rows, report the others. Raises DataError after a source without a usable row.
-
-    held_out: questions to exclude from generated rows"""
+    """Yield usable rows, report the others. Raises DataError after a source without a usable row."""
     columns = columns_to_read(data, response_key)
     for name, source in sources.items():
         usable = False
@@ -456,11 +451,9 @@ def _tokenize(
     report: ReadReport,
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
-    """Yield non-empty batches of (row, templated text, tokens); report unusable rows.
-
-    The first batch is one row, for callers that need no more."""
-    # A chat template writes special tokens itself. A raw prompt gets only the tokenizer's leading ones:
-    # trailing ones would separate prompt and response.
+    """Yield batches of (row, templated text, tokens), the first of one row; report unusable rows."""
+    # Chat templates write special tokens. A raw prompt gets only the tokenizer's leading ones: trailing ones
+    # would separate prompt and response.
     begin = () if data.template == "chat" else _leading_special_tokens(tokenizer)
     longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
     limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"

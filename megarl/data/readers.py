@@ -1,4 +1,4 @@
-"""Readers of data files, by suffix, with limits against files that would exhaust memory."""
+"""Readers of data files, by suffix, with limits against memory exhaustion."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarl.data.limits import MEMORY, memory_limit
 
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows and declared bytes of a parquet batch
-# A decoded parquet file may have EXPANSION times its size on disk, plus _EXPANSION_FREE bytes: a billion rows
-# can share one stored value.
+# Limit of a decoded parquet file: EXPANSION times its size on disk, plus _EXPANSION_FREE bytes. A billion rows
+# may share one stored value.
 EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
-_ROW_BYTES = 100  # of a row in a report, at least
+_ROW_BYTES = 100  # least memory of a reported row
 
 
 def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield (number, row) of a file; an invalid row is a string, the reason.
 
-    Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case. Raises
-    DataError for a missing, unreadable or empty file, or another format."""
+    Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case. Raises DataError
+    for a missing, unreadable or empty file."""
     if not path.is_file():
         missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
         raise DataError(f"{path}: {missing}")

@@ -1,4 +1,4 @@
-"""The text of a response, and the tokens that end it."""
+"""Texts and end tokens of responses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
     """Decode responses without padding and end tokens.
 
-    Other special tokens stay, for verifiers and parsers: `<answer>`, `<tool_call>`."""
+    Others stay, for verifiers and parsers: `<answer>`, `<tool_call>`."""
     hidden = _hidden(tokenizer)
     shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
     return list(tokenizer.batch_decode(shown, skip_special_tokens=False))

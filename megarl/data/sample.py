@@ -35,7 +35,7 @@ def _empty() -> np.ndarray:
 
 
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The tokens of a response, possibly partial, from an engine.
+    """The tokens of a response, possibly partial.
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
     logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
@@ -78,7 +78,7 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def first(self, count: int, prompt_length: int) -> TokenData:
         """Return the first `count` tokens, without the journal.
 
-        prompt_length: number of prompt tokens, for `routed_experts`"""
+        prompt_length: for `routed_experts`"""
         columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
@@ -102,20 +102,19 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One response to a prompt. Grading sets `score`, `reward` and related fields.
+    """One response. Grading sets `score`, `reward` and related fields.
 
     owner             rank whose engine generated it, counted among ranks with engines
-    num_sampled       tokens that the policy sampled
     finish_reason     "stop", "length", or "window" (continues in the next step)
     correct           as in Verdict; likewise extracted, error, score, terms and graded
     reward            score, reward terms and overlong penalty combined
-    overlong_penalty  soft overlong punishment, <= 0
-    reflects          whether the text has one of `log.reflection_words`; None: no words configured
+    overlong_penalty  <= 0
+    reflects          whether the text has one of `log.reflection_words`; None: none configured
     oldest_version    lowest policy version of sampled tokens; None: the group's
     experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
     id                unique within a run; 0: no longer needed
-    num_tokens        sampled tokens and observations; 0 means `num_sampled`
-    prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
+    num_tokens        with observations; 0 means `num_sampled`
+    prefix_tokens     sampled by earlier steps (`rollout.window`)
     data              None on every rank but the owner"""
 
     owner: int
@@ -168,7 +167,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_partial(self) -> bool:
-        """True if it continues in the next step; ungraded, with reward 0, until finished."""
+        """True if it continues in the next step, so far ungraded with reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
@@ -193,7 +192,7 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Graded samples to train on: none if just one of several, which lacks a comparison."""
+        """Graded samples to train on: none if only one of several, which lacks a comparison."""
         graded = [sample for sample in self.samples if sample.graded]
         return graded if len(graded) > 1 or len(self.samples) == 1 else []
 

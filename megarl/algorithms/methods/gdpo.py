@@ -16,7 +16,7 @@ from megarl.algorithms.advantages import (
 
 
 def per_reward_advantages(r: Responses) -> Tensor:
-    """Return advantages from the parts of the rewards, [n], 0 for uncounted responses.
+    """Return advantages, [n], 0 for uncounted responses.
 
     S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group
     A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over the batch's counted responses, not tokens (as in

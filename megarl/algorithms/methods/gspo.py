@@ -17,8 +17,8 @@ def gspo(t: Tokens) -> Objective:
 def sequence_ratio(log_ratio: Tensor, counted: Tensor, sequence_ids: Tensor) -> Tensor:
     """Return s_it = sg(s_i) pi_t / sg(pi_t), [T], with s_i = exp(mean of log r over the token's sequence).
 
-    This is GSPO-token (section 4.3; verl's `compute_policy_loss_gspo`). With one advantage per sequence the
-    gradient is GSPO's. With advantages by token (critic, teacher), each token follows its own.
+    GSPO-token (section 4.3; verl's `compute_policy_loss_gspo`). With one advantage per sequence the gradient
+    is GSPO's. With advantages by token (critic, teacher), each token follows its own.
 
     Args:
         log_ratio: log r_t, [T], 0 on uncounted tokens.

@@ -20,7 +20,7 @@ def extended_gae(
 ) -> Tensor:
     """Return the advantages of windows of responses (EGAE), as `gae`.
 
-    After the window of an unfinished response, V(s_l) = V(s_{l-1}), so that
+    After an unfinished response's window V(s_l) = V(s_{l-1}), so that
     delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}). The window's last `tail` tokens get 0.
 
     Args:
