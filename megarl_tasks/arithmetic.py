@@ -124,7 +124,7 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
 
 
 def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> None:
-    """Write the demo's files, deterministic for a seed and sizes.
+    """Write the demo's files, equal for equal arguments.
 
     model/       untrained model and tokenizer in Hugging Face's format
     sft.jsonl    rows prompt, response, answer
@@ -242,7 +242,7 @@ def build_tokenizer(
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
     """Build an untrained Qwen3 from a seed, keeping torch's generator.
 
-    experts: per layer; each token uses two, together as wide as the dense layer"""
+    experts: per layer; each token uses two"""
     family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     config_class, model_class = family

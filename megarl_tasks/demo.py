@@ -1,4 +1,4 @@
-"""`megarl demo`: a first run. Recipes share a seed's task and warm start; a run replaces its recipe's last."""
+"""`megarl demo`: a first run. Recipes share a seed's task and warm start; each has its folder."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
     ranks = min(RANKS, cores)
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
-    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds per forward pass
+    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds
     passes, updates = COSTS[recipe]
     for prompts in (8, 4):
         step = prompts * GROUP * answer * passes + updates * UPDATE
@@ -262,7 +262,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield if the machine can train the pretrained model."""
+    """Yield whether the machine can train the pretrained model."""
     if machine.rates is None:
         return
     name = "a pretrained model on CPUs"
@@ -307,7 +307,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 
 
 def _print_result(config: Config, model: Model, task: Task) -> None:
-    """Print accuracies and paths, and the tiny model's styles of answers."""
+    """Print accuracies, styles of answers, and paths."""
     from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl

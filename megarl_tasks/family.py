@@ -77,7 +77,7 @@ class Knobs(Section):
             raise ValueError("ways: their shares must sum to 1")
         if self.ramble and not self.lines[0]:
             raise ValueError("ramble: there must be a line to repeat (lines from 1)")
-        # One in ten is held out. With twice the needed number, uniqueness hardly changes the shares.
+        # One in ten is held out. Twice the needed number preserves the shares of unique problems.
         for low, high in (self.lines, self.eval_lines or self.lines):
             problems = 10 * MAX_TERM ** (self.terms[0] - 1) * (high - low + 1)
             if problems < 20 * EVAL_ROWS:

@@ -1,4 +1,4 @@
-"""Generate the rows of `gym` entries of data.train and data.eval with reasoning-gym.
+"""Generate the rows of `gym` entries with reasoning-gym.
 
 Some problems depend on the order of sets, so a process with a fixed hash seed generates them. Others use the
 global generators of Python and numpy, which are seeded before each row."""
@@ -56,9 +56,7 @@ def first_seed(key: str, seed: int) -> int:
 
 
 def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[str, int]]:
-    """Yield (task, index within it) of `size` rows by smooth weighted round-robin.
-
-    In every prefix each task has its share, to within about a row."""
+    """Yield (task, index within it) of `size` rows by smooth weighted round-robin."""
     total, credit, count = sum(weights.values()), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
     for _ in range(size):
         for task, weight in weights.items():

@@ -68,7 +68,7 @@ def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
 def _expression(answer: str, entry: Mapping[str, Any]) -> str:
     """Accept sums, products and powers of numbers, symbols and elementary functions.
 
-    Numbers are bounded, and symbols must not be names of Python or sympy."""
+    Numbers are bounded, and symbols must not be names in Python or sympy."""
     import sympy
 
     def is_symbol(name: str) -> bool:

@@ -127,13 +127,13 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
 
 
 def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
-    """Return JSON for `verify`. Raises TypeError if it cannot."""
+    """Return JSON for `verify`. Raises TypeError if JSON lacks a type."""
     kept = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
     return json.dumps(kept, ensure_ascii=False)
 
 
 def _packed(value: Any) -> Any:
-    """Convert to JSON. Types that it lacks become {"$kind": contents}."""
+    """Convert to JSON. Types that JSON lacks become {"$kind": contents}."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # also numpy's and enumerations

@@ -39,9 +39,8 @@ class ConvertedFile:
 def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
     """Convert the answers of a file to integers. Raises DataError.
 
-    The integer, as text, replaces the answer, and the question asks for it. A worked solution stays; then the
-    integer is in a new column `answer`, which has precedence. `original_answer`, if new, has the former
-    answer."""
+    The integer, as text, replaces the answer, and the question asks for it. A worked solution stays, with the
+    integer in a new column `answer`, which has precedence. `original_answer`, if new, has the old answer."""
     report = ReadReport(rows={str(source): 0})
     done = ConvertedFile([], [], 0, report)
     converted: list[tuple[int, dict[str, Any], IntegerAnswer]] = []

@@ -26,7 +26,7 @@ class Responses(NamedTuple):
     rewards    [n]
     group_ids  int [n], by prompt, in any order
     counted    bool [n], in the policy loss
-    parts      [n, k], unweighted parts of the rewards; None unless the method reads them
+    parts      [n, k], unweighted parts of the rewards; None if unused
     weights    of the k parts
     """
 
@@ -129,8 +129,7 @@ def gae(
     Returns:
         float32 [T], float64 if rewards or values are; 0 outside the mask
 
-    The recurrence runs backwards over all responses at once, longest first, in time-major windows counted
-    from their ends. Only windows are padded."""
+    The recurrence runs backwards over all responses at once, longest first. Only windows are padded."""
     total = rewards.numel()
     lengths_of_all = response_lengths(response_mask, cu_seqlens)
     if lengths_of_all is None:  # drop observations, so that each response is contiguous
@@ -213,7 +212,7 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
-    """Return count, mean and sample variance from the global `moments`; 0 if undefined."""
+    """Return count, mean and sample variance from global `moments`; 0 if undefined."""
     count, first, second = total.tolist()
     if count == 0:
         return 0.0, 0.0, 0.0
@@ -237,7 +236,7 @@ def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: floa
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
-    """Return the metrics gae/* from the global `gae_sums`."""
+    """Return metrics from global `gae_sums`."""
     _, mean, variance = mean_and_variance(sums[:3])
     responses, lam, clamped = sums[3:].tolist()
     responses = max(responses, 1.0)

@@ -21,7 +21,7 @@ KLEstimator = Literal["k2", "k3"]
 # Statistic -> the statistic that counts its tokens, if not `tokens`.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 
-# Bound of log-ratios, against overflow. e^20 = 5e8 is far outside any clip range.
+# Bound of log-ratios: e^20 = 5e8 is far outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 
 # Lower bound of the probability outside a teacher's top k. Float32 log-probs do not resolve less.
@@ -171,7 +171,7 @@ def policy_loss(
         old_logprobs, advantages: used without gradient
         clip_low, clip_high: of the interval [1 - clip_low, 1 + clip_high]
         entropy: only for the statistic
-        surrogate, options: function that computes J_t, and its arguments
+        surrogate, options: computes J_t, and its arguments
         dual_clip, sequence_ids, selected: as in `Tokens`
         top_k_logprobs: likewise; the least finite number where one is the sampled token
     """
@@ -250,8 +250,8 @@ def kl_loss(
 def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t KL(q_t || pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
 
-    Without the rest (verl's forward_kl_topk) the minimum would put all probability on the k tokens. With it
-    (SDPO, arXiv 2601.20802) the minimum is at the teacher's.
+    Without the rest (verl's forward_kl_topk, unlike SDPO, arXiv 2601.20802) the minimum would put all
+    probability on the k tokens.
 
     logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none."""
     counted = weights > 0
@@ -312,7 +312,7 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
-    """Return metrics from statistics summed over micro-batches, ranks and `updates` optimizer steps.
+    """Return metrics from global sums of statistics over `updates` optimizer steps.
 
     Losses are means over updates, others over tokens; without tokens 0, or missing if in COUNTED_BY."""
     values = {name: float(value) for name, value in sums.items()}

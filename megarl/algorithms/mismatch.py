@@ -33,7 +33,7 @@ def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tenso
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
-    """Return the metrics mismatch/* from the global `mismatch_sums`.
+    """Return metrics from global `mismatch_sums`.
 
     kl is the k3 estimate of KL(pi_engine || pi_trainer)."""
     count, absolute, ratio, kl = sums.tolist()
@@ -65,9 +65,8 @@ def mismatch_factors(
     keep    token: 0 if r_t is outside `bounds`, else 1
             sequence: 0 if the response's geometric mean of r_t is outside, else 1
 
-    Factors are 0 outside `mask`. Denominators do not change, so a batch with few kept tokens moves the
-    policy little. log r_t and the log of the product are bounded by 20.
-    Counts, to sum over ranks: tokens, tokens above the cap, dropped tokens.
+    Factors are 0 outside `mask`, and denominators do not change. log r_t and the log of the product are
+    bounded by 20. Counts, to sum over ranks: tokens, tokens above the cap, dropped tokens.
 
     trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """

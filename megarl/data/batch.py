@@ -1,4 +1,4 @@
-"""A step's batches: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
+"""Batches: RolloutBatch (a step), TrainBatch (a replica's share), MicroBatch (a forward pass)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TrainBatch:
     `training.batch.make_train_batch` sets these:
     rows           int64 [n], in the RolloutBatch
     mini_batches   the actor's micro-batches by mini-batch, in update order
-    critic_mini_batches  likewise for each critic; may differ
+    critic_mini_batches  likewise, for each critic
 
     `logprobs[t]` is log pi(tokens[t] | tokens before t), `values[t]` V of the state before tokens[t]; both 0
     outside the mask."""
@@ -164,7 +164,7 @@ class TrainBatch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Int64 [n]; all tokens if the response is empty."""
+        """Tokens before the response, int64 [n]; all if it is empty."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start

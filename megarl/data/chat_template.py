@@ -112,7 +112,7 @@ class ChatTemplate:
         """Return the text after an assistant's message that precedes `messages`.
 
         Args:
-            mark: a character that the messages do not contain
+            mark: a character absent from the messages
             generate: include the start of the assistant's next turn
 
         Raises ValueError if the template omits the message."""

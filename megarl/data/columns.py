@@ -164,7 +164,7 @@ def _after_marker(text: str) -> str:
 def final_answer(solution: str) -> str | None:
     r"""Return the answer in a worked solution, or None.
 
-    It is the last `\boxed{}`, else the text after GSM8K's `####`, else a text of one formula or word (TRL)."""
+    That is the last `\boxed{}`, the text after GSM8K's `####`, or a text of one formula or word (TRL)."""
     text = solution.strip()
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed

@@ -71,7 +71,7 @@ def reference_to(answer: str, entry: str) -> Reference:
 
 
 def own_verifiers(data: DataConfig) -> tuple[str, ...]:
-    """Return verifiers of generated rows."""
+    """Return the verifier of generated rows, if `data` has any."""
     return (_gym().VERIFIER,) if data.has_gym else ()
 
 

@@ -15,7 +15,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Divide into micro-batches of at most `max_tokens`, or one longer sequence, as indices.
 
     Best fit decreasing: longest first within and among micro-batches, since portable attention handles
-    similar adjacent lengths in one call. The order of `lengths` does not matter, except among equals."""
+    similar adjacent lengths in one call."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
@@ -37,8 +37,8 @@ def pack_groups(
 ) -> list[list[list[int]]]:
     """Return micro-batches in which each prompt stands once before its responses.
 
-    A micro-batch is a list of families; a family lists the indices of responses after one copy of their
-    prompt. A group that exceeds `max_tokens` has several families.
+    A micro-batch is a list of families: indices of responses after one copy of their prompt. A group that
+    exceeds `max_tokens` has several families.
 
     prompts, responses: tokens of each sequence's parts; groups: one number per prompt"""
     members: dict[int, list[int]] = {}
@@ -62,8 +62,8 @@ def pack_groups(
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return each token's context-parallel rank and position there, int64 [t] each.
 
-    Sequences must have a multiple of 2 * cp tokens. Rank r gets chunks r and 2 * cp - 1 - r, which balances
-    causal attention, as Transformer Engine's thd_get_partitioned_indices."""
+    Sequences must have a multiple of 2 * cp tokens. To balance causal attention, rank r gets chunks r and
+    2 * cp - 1 - r, as in Transformer Engine's thd_get_partitioned_indices."""
     chunk = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
@@ -76,7 +76,7 @@ def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return one ascending list of indices into `costs` per rank, with nearly equal sums.
 
-    Items go, most expensive first, to the least loaded rank. Every rank gets one if possible."""
+    Greedy: most expensive item first, to the least loaded rank. Every rank gets one if possible."""
     if ranks < 1:
         raise ValueError(f"ranks must be >= 1 (got {ranks})")
     parts: list[list[int]] = [[] for _ in range(ranks)]

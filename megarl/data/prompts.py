@@ -48,7 +48,7 @@ class Prompt:
     """One problem.
 
     uid       `prompt_uid`, the same in every run; seeds derive from it
-    text      templated
+    text      templated prompt
     question  last user message, or untemplated prompt
     source    data_source, or task of reasoning-gym
     answer    reference; "" if reasoning-gym has none
@@ -170,7 +170,6 @@ class _Row:
     entry: str = ""
 
 
-# by name in reports
 _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
@@ -197,11 +196,10 @@ def read_prompts(
 
     Args:
         held_out: sets whose questions generated rows must not contain
-        key: config key of `entries`
         opening: replaces each prompt's tokens, unless empty
 
     Raises:
-        DataError: a file is missing, malformed or without a usable row; single unusable rows are reported
+        DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
         ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
@@ -305,8 +303,8 @@ def validate_files(
 ) -> list[str | Reference]:
     """Check, before ranks start, that every entry of `data` has a usable row.
 
-    Reads files up to that row, and tokenizes only with a `tokenizer`. `response_key` is for recipe sft, whose
-    training rows need a response, not an answer.
+    Reads files up to that row, and tokenizes only with a `tokenizer`. Recipe sft has a `response_key`, for
+    training rows with a response instead of an answer.
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
     Raises DataError or ConfigError."""
@@ -340,9 +338,9 @@ def validate_files(
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
-    """Return the `names` that are the data_source, or generated task, of no row of data.train.
+    """Return the `names` that are the data_source or generated task of no row of data.train.
 
-    `validate_files` must have checked the files."""
+    Requires `validate_files`."""
     absent: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():

@@ -15,8 +15,8 @@ from megarl.data.limits import MEMORY, memory_limit
 
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows and declared bytes of a parquet batch
-# Limit of a decoded parquet file: EXPANSION times its size on disk, plus _EXPANSION_FREE bytes. A billion rows
-# may share one stored value.
+# Limit of a decoded parquet file: EXPANSION times its size, plus _EXPANSION_FREE bytes. A billion rows may
+# share one stored value.
 EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
 _ROW_BYTES = 100  # least memory of a reported row
 
@@ -24,8 +24,8 @@ _ROW_BYTES = 100  # least memory of a reported row
 def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield (number, row) of a file; an invalid row is a string, the reason.
 
-    Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case. Raises DataError
-    for a missing, unreadable or empty file."""
+    Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case.
+    Raises DataError for a missing, unreadable or empty file."""
     if not path.is_file():
         missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
         raise DataError(f"{path}: {missing}")

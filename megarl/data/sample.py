@@ -20,7 +20,7 @@ from megarl.observe.run_log import OBSERVED, POLICY
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
 
-# Per-token columns of TokenData. Rewards are float64, because they are summed.
+# Per-token columns. Rewards are float64, because they are summed.
 DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "logprobs": np.float32,
@@ -102,7 +102,7 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One response. Grading sets `score`, `reward` and related fields.
+    """One response to a prompt.
 
     owner             rank whose engine generated it, counted among ranks with engines
     finish_reason     "stop", "length", or "window" (continues in the next step)

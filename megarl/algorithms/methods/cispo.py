@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): a clipped importance weight times the log-probability."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585)."""
 
 from __future__ import annotations
 

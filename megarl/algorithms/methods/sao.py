@@ -1,4 +1,4 @@
-"""SAO's policy loss (arXiv 2607.07508): tokens outside the interval have no gradient."""
+"""SAO's policy loss (arXiv 2607.07508)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ class SuccessTracker:
     """Each prompt's success rate, from earlier answers: the mean a / (a + b) of Beta(a, b).
 
     A step with r right and w wrong answers to the prompt replaces a by rho a + r and b by rho b + w. So about
-    the prompt's last 1 / (1 - rho) steps count (verl-recipe's spo_ray_trainer.py, with constant rho and no
-    offline samples).
+    the prompt's last 1 / (1 - rho) steps count. As verl-recipe's spo_ray_trainer.py, with constant rho and no
+    offline samples.
 
     counts  uid of a prompt -> (a, b); PRIOR if absent
     """

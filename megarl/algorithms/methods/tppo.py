@@ -18,7 +18,7 @@ def extended_gae(
     gamma: float = 1.0,
     tail: int = 0,
 ) -> Tensor:
-    """Return the advantages of windows of responses (EGAE), as `gae`.
+    """Return the advantages of windows (EGAE), as `gae`.
 
     After an unfinished response's window V(s_l) = V(s_{l-1}), so that
     delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}). The window's last `tail` tokens get 0.
@@ -36,7 +36,7 @@ def extended_gae(
 
 
 def window_tail(drawn: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
-    """Return the last `tail` tokens of the windows of unfinished responses, bool [T]."""
+    """Return the last `tail` tokens of unfinished responses' windows, bool [T]."""
     behind = drawn.flip(0).cumsum(0).flip(0)  # sampled tokens from here to the end of the pack
     ends = torch.cat([behind, behind.new_zeros(1)])[cu_seqlens[1:]]
     left = behind - torch.repeat_interleave(ends, cu_seqlens.diff())
