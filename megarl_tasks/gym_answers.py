@@ -128,7 +128,7 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept only integers: y - y would be a 0 that uses no number."""
+    """Accept arithmetic on integers only: y - y would be a 0 that uses no number."""
 
     def check(node: ast.AST) -> None:
         match node:

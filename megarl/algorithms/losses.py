@@ -21,7 +21,7 @@ KLEstimator = Literal["k2", "k3"]
 # Statistic -> the statistic that counts its tokens, if not `tokens`.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 
-# Bound of log-ratios: e^20 = 5e8 is far outside any clip range.
+# Bound of log-ratios, against overflow. e^20 = 5e8 is outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 
 # Lower bound of the probability outside a teacher's top k. Float32 log-probs do not resolve less.
@@ -69,7 +69,7 @@ def log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
 
 
 def _weighted_sum(terms: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """Sum in float64; return the dtype of `like`, at least float32, 0-dim."""
+    """Sum in float64. Return 0-dim in the dtype of `like`, at least float32."""
     return (terms * weights.double()).sum().to(torch.promote_types(like.dtype, torch.float32))
 
 
@@ -171,7 +171,7 @@ def policy_loss(
         old_logprobs, advantages: used without gradient
         clip_low, clip_high: of the interval [1 - clip_low, 1 + clip_high]
         entropy: only for the statistic
-        surrogate, options: computes J_t, and its arguments
+        surrogate, options: function for J_t, and its arguments
         dual_clip, sequence_ids, selected: as in `Tokens`
         top_k_logprobs: likewise; the least finite number where one is the sampled token
     """
@@ -304,7 +304,7 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
     value = torch.where(counted, logits.double(), 0.0)
     outcome = torch.where(counted, successes.detach().double(), 0.0)
     against = (1 - 2 * outcome) * value
-    # The last bits of torch's softplus depend on a token's position in memory.
+    # Not torch's softplus: its last bits depend on a token's position in memory.
     largest = against.detach().clamp(min=0)
     terms = largest + ((-largest).exp() + (against - largest).exp()).log()
     loss = _weighted_sum(terms, weights, logits)

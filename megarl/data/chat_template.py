@@ -97,7 +97,7 @@ class ChatTemplate:
         return following[0] if following and following[0] in self.control else None
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        """Raise ValueError if the template refuses the messages."""
+        """Render messages. Raises ValueError if the template refuses them."""
         try:
             return render_chat(
                 self.tokenizer, messages, tools=self.tools, variables=self.variables, generate=generate

@@ -135,7 +135,7 @@ def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, 
 
 
 def last_question(prompt: str | Messages) -> str:
-    """Return the last user message."""
+    """Return the last user message, or a text prompt."""
     if isinstance(prompt, str):
         return prompt
     asked = [message["content"] for message in prompt if message["role"] == "user"]
@@ -164,7 +164,8 @@ def _after_marker(text: str) -> str:
 def final_answer(solution: str) -> str | None:
     r"""Return the answer in a worked solution, or None.
 
-    That is the last `\boxed{}`, the text after GSM8K's `####`, or a text of one formula or word (TRL)."""
+    It is the last `\boxed{}`, else the text after `####` (GSM8K), else the text if it is one formula or word
+    (TRL)."""
     text = solution.strip()
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed

@@ -117,7 +117,7 @@ class ReadReport:
     """Counts of rows: kept + duplicates + rejected = the sum of `rows` over files.
 
     duplicates  rows with the prompt and answer of an earlier row
-    warned      kept rows that look wrong"""
+    warned      rows that look wrong"""
 
     rows: dict[str, int] = field(default_factory=dict)
     kept: int = 0
@@ -195,7 +195,7 @@ def read_prompts(
     """Read the problems of all entries in order, without duplicates of prompt and answer.
 
     Args:
-        held_out: sets whose questions generated rows must not contain
+        held_out: generated rows with questions of these sets are rejected
         opening: replaces each prompt's tokens, unless empty
 
     Raises:

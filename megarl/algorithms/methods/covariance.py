@@ -20,7 +20,7 @@ def clip_cov(t: Tokens) -> Objective:
 def kl_cov(t: Tokens, kl_weight: float) -> Objective:
     """Return r_t A_t, unclipped, minus kl_weight |log r_t| on the selected tokens.
 
-    As PRIME-RL/Entropy-Mechanism-of-RL estimates the KL.
+    The KL estimate is that of PRIME-RL/Entropy-Mechanism-of-RL.
     """
     assert t.selected is not None
     penalty = kl_weight * t.ratio.log().abs() * t.selected

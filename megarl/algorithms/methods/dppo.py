@@ -23,7 +23,7 @@ def dppo_kl(t: Tokens, ratio_cap: float) -> Objective:
 def _compared_logprobs(t: Tokens) -> list[Tensor]:
     """Return log pi and log pi_old, [T, 2 + k], of the token, the top-k tokens, and all others.
 
-    The others have a probability of at least 1e-8, which rounding could make negative.
+    The others' probability is at least 1e-8, since rounding could make it negative.
     """
     both = []
     for own, further in zip(

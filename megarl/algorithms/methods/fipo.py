@@ -1,4 +1,4 @@
-"""FIPO (arXiv 2603.19835, as in its authors' code): tokens before more likely tokens count more."""
+"""FIPO (arXiv 2603.19835, as in its authors' code): tokens whose successors became more likely count more."""
 
 from __future__ import annotations
 

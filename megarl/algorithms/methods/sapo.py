@@ -13,6 +13,6 @@ def sapo(t: Tokens, tau_positive: float, tau_negative: float) -> Objective:
     The gate's slope is 1 at r_t = 1.
     """
     tau = torch.where(t.advantage > 0, tau_positive, tau_negative)
-    # The last bit of torch.sigmoid depends on a token's position in the tensor.
+    # Not torch.sigmoid: its last bit depends on a token's position in the tensor.
     gate = 1 / (1 + torch.exp(tau * (1 - t.ratio)))
     return Objective(4 / tau * gate * t.advantage, t.ratio < t.low, t.ratio > t.high)
