@@ -1,6 +1,4 @@
-"""The demo's task: sums of 3 to 7 numbers, added one by one by an error-prone teacher.
-
-Other tasks share its tokenizer, model and files."""
+"""The demo's task: sums of 3 to 7 numbers, added one by one by an error-prone teacher."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The demo with a tool: one-step word problems and a calculator.
 
-The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with `Answer: 591`. Without the tool
-it is almost never correct."""
+The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with `Answer: 591`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def gae(
     Returns:
         float32 [T], float64 if rewards or values are; 0 outside the mask
 
-    The recurrence runs backwards over all responses at once, longest first. Only windows are padded."""
+    The recurrence runs over all responses at once. Only windows are padded."""
     total = rewards.numel()
     lengths_of_all = response_lengths(response_mask, cu_seqlens)
     if lengths_of_all is None:  # drop observations, so that each response is contiguous
