@@ -1,1 +1,1 @@
-"""Problems to train on: seeded tasks of demos and ablations with teachers, and reasoning-gym's."""
+"""Problems to train on: seeded tasks of demos and ablations, and reasoning-gym's."""

@@ -1,6 +1,4 @@
-"""The demo's task: sums of 3 to 7 numbers, in a chain of additions by an error-prone teacher.
-
-Also the tokenizer, model (Qwen3 or a mixture) and files that other tasks share."""
+"""The demo's task: sums of 3 to 7 numbers, added one by one by an error-prone teacher."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ Style = Literal["bare", "chain", "wait", "truncated"]
 STYLES: tuple[Style, ...] = ("bare", "chain", "wait", "truncated")
 
 ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
-MAX_NEW_TOKENS = 80  # some of the teacher's responses are longer
+MAX_NEW_TOKENS = 80  # some teacher responses are longer
 MAX_POSITIONS = 256
 
 MIN_TERMS, MAX_TERMS, MAX_TERM = 3, 7, 5
@@ -39,7 +37,7 @@ BARE, WAIT = 0.25, 0.15  # shares of bare answers, and of chains repeated after 
 # Share of wrong additions: a copy of the teacher is correct about a third of the time.
 ERROR = 0.12
 AGAIN = 0.7
-MAX_CHAINS = 4  # so that prompt and response fit into the model's 256 positions
+MAX_CHAINS = 4  # prompt and response must fit MAX_POSITIONS
 
 SFT_ROWS = 450 * 64
 TRAIN_ROWS = 8192
@@ -51,7 +49,7 @@ WORDS = ("Answer: ", "Wait", "=?\n")
 
 
 class HasPrompt(Protocol):
-    """A problem of a task."""
+    """A problem."""
 
     @property
     def prompt(self) -> str: ...
@@ -82,7 +80,7 @@ def sample_problem(rng: random.Random) -> Sum:
 def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
     """Return one addition per line, and the resulting sum. Errors carry over to later lines.
 
-    They are up to 3, because errors of 1 would often cancel, and guesses would be as good as chains."""
+    They are up to 3: errors of 1 would often cancel, so that guesses would be as good as chains."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         result = total + term
@@ -95,7 +93,7 @@ def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, 
 
 
 def teach(problem: Sum, rng: random.Random) -> str:
-    """Return a response of the teacher, without its end-of-sequence token."""
+    """Return the teacher's response, without end-of-sequence token."""
     kind = rng.random()
     work, total = chain(problem, rng)
     if kind < BARE:
@@ -110,7 +108,7 @@ def teach(problem: Sum, rng: random.Random) -> str:
 
 
 def style(response: str, finished: bool = True) -> Style:
-    """Classify a response; truncated: without an answer at its end, or not finished."""
+    """Classify a response; truncated: unfinished, or without an answer at its end."""
     if not finished or not ANSWER.search(response):
         return "truncated"
     if "Wait" in response:
@@ -124,14 +122,14 @@ def style_shares(responses: Iterable[tuple[str, bool]]) -> dict[Style, float]:
 
 
 def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> None:
-    """Write the demo's model and data into `folder`, deterministic for a seed and sizes.
+    """Write the demo's files, equal for equal arguments.
 
-    model/       untrained model and tokenizer, Hugging Face's format
+    model/       untrained model and tokenizer in Hugging Face's format
     sft.jsonl    rows prompt, response, answer
-    train.jsonl  different problems (prompt, answer), none held out
-    eval.jsonl   held-out problems, the same for every seed
+    train.jsonl  unique rows prompt, answer
+    eval.jsonl   likewise, held out, the same for every seed
 
-    experts: per layer, 0 for a dense model. Raises DataError if the folder cannot be written."""
+    experts: per layer; 0: dense. Raises DataError if writing fails."""
 
     write_task_files(
         folder,
@@ -147,7 +145,7 @@ def write_demo(folder: Path, seed: int, layers: int = 2, experts: int = 0) -> No
 
 
 def held_out(prompt: str) -> bool:
-    """Hold out one prompt in ten, by a checksum: sum(x * 31**i) % 10 would be the digit sum."""
+    """Hold out one prompt in ten by CRC; sum(x * 31**i) % 10 would be the digit sum."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
@@ -164,10 +162,10 @@ def write_task_files(
     experts: int = 0,
     sample_eval: Callable[[random.Random], P] | None = None,
 ) -> None:
-    """Write a task's files, as `write_demo`. Only eval.jsonl has held-out prompts.
+    """Write a task's files, as `write_demo`.
 
-    sample_eval  samples a problem for evaluation, if that differs
-    answer       returns the problem of the warm start and the teacher's response"""
+    sample_eval  for eval.jsonl, if that differs
+    answer       returns the problem and response of the warm start"""
 
     def problems(rng: random.Random, *, evaluation: bool = False) -> Iterator[P]:
         while True:
@@ -202,7 +200,7 @@ def write_task_files(
             (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
         place = folder / "model"
         model = build_model(tokenizer, seed, layers, experts)
-        # model.save_pretrained shows a progress bar.
+        # save_pretrained would show a progress bar.
         weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
         tokenizer.save_pretrained(place)
@@ -221,9 +219,7 @@ def write_task_files(
 def build_tokenizer(
     alphabet: str = ALPHABET, words: Sequence[str] = WORDS, positions: int = MAX_POSITIONS
 ) -> PreTrainedTokenizerFast:
-    """Build a BPE tokenizer with a token for each character of the alphabet and each word.
-
-    Digits never merge. Characters outside the alphabet are lost. positions: of the model."""
+    """Build a BPE tokenizer of characters and words. Other characters are lost."""
     vocabulary = {PAD: 0, EOS: 1} | {character: i + 2 for i, character in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
     for word in words:
@@ -231,7 +227,7 @@ def build_tokenizer(
             merges.append((word[:end], word[end]))
             vocabulary[word[: end + 1]] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.decoder = decoders.Fuse()  # else tokens are joined by spaces
+    tokenizer.decoder = decoders.Fuse()  # else spaces join tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
@@ -242,9 +238,9 @@ def build_tokenizer(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, experts: int = 0) -> Any:
-    """Build an untrained Qwen3, initialised from the seed; torch's generator keeps its state.
+    """Build an untrained Qwen3 from a seed, keeping torch's generator.
 
-    experts: per layer; each token uses two, together as wide as the dense layer"""
+    experts: per layer; each token uses two"""
     family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     config_class, model_class = family
@@ -257,7 +253,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=tokenizer.model_max_length,
-        initializer_range=0.06,  # a narrow model learns much slower with Qwen's 0.02
+        initializer_range=0.06,  # with Qwen's 0.02 a narrow model learns much slower
         tie_word_embeddings=True,
         architectures=[model_class.__name__],
         bos_token_id=None,

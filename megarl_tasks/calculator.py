@@ -1,7 +1,6 @@
-"""The demo with a tool: word problems of one step, and a calculator that the policy may call.
+"""The demo with a tool: one-step word problems and a calculator.
 
-The prompt shows two problems. The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with
-`Answer: 591`. Without the tool it is almost never correct."""
+The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with `Answer: 591`."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Problem(NamedTuple):
 
 
 def problems(seed: int) -> Iterator[Problem]:
-    """No two have the same operation and operands."""
+    """Yield problems with different calls; sums may recur with swapped operands."""
     rng = random.Random(seed)
     seen = set[str]()
     while True:
@@ -75,7 +74,7 @@ def problems(seed: int) -> Iterator[Problem]:
 
 
 def format_prompt(question: str, *, calls: bool) -> str:
-    """Return a problem after two examples. calls: they use the calculator."""
+    """Return a problem after examples. calls: they use the calculator."""
     shown = ""
     for asked, call, answer in SHOWN:
         used = f"Call: calc({call})\nResult: {answer}\n" if calls else ""
@@ -84,9 +83,7 @@ def format_prompt(question: str, *, calls: bool) -> str:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl, eval.jsonl and without_tool.jsonl (the same questions without calculator).
-
-    No held-out problem has the operation and operands of a training problem."""
+    """Write train.jsonl, eval.jsonl (other calls) and without_tool.jsonl (eval without calculator)."""
     rows = problems(seed)
     held_out, trained = ([next(rows) for _ in range(count)] for count in (EVAL_ROWS, TRAIN_ROWS))
     for name, some, calls in (
@@ -129,11 +126,11 @@ def calc(expression: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> None:
-    """Answer each line of the policy that is a call; any other ends the episode."""
+    """Answer the policy's calls; any other line ends the episode."""
     while True:
         turn = await policy.generate(stop=("\n",))
         line = turn.text.strip()
-        if not line.startswith("Call:") or "\n" not in turn.text:  # without a newline, the response has ended
+        if not line.startswith("Call:") or "\n" not in turn.text:  # the response ended without a newline
             return
         call = CALL.match(line)
         try:

@@ -1,7 +1,7 @@
 """The ablations' task: a sum that is decided early in a response and graded late.
 
-A teacher with a bad habit adds four numbers modulo 10. Then a forced countdown repeats the result, so the
-deciding tokens are 60 to 170 tokens before the reward, and advantages must reach far back."""
+A teacher with a bad habit adds four numbers modulo 10. Then a countdown repeats the result, so that
+advantages must reach 60 to 170 tokens back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl_tasks.arithmetic import build_tokenizer, write_task_files
 
 TERMS, MAX_TERM = 4, 4
 SHORTEST, LONGEST = 16, 36
-COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # of the countdown's lines; a is the last
+COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # names of the countdown's lines
 
 # Share of additions that are one too large, equal to that of correct ones: sharpening gains nothing.
 HABIT = 0.45
-# Share of other errors. A tenth of the responses have three correct additions.
+# Share of other errors. A tenth of responses have only correct additions.
 SLIP = 0.10
-# Most countdowns of the warm start are brief: they are learned quickly.
+# Share and length of brief countdowns in the warm start, which are learned quickly.
 BRIEF, BRIEF_LINES = 0.7, 4
 
 SFT_ROWS = 600 * 64
@@ -29,14 +29,14 @@ ALPHABET = "0123456789+=\n :" + COUNTERS
 
 
 class DelayedSum(NamedTuple):
-    """A sum of `terms` modulo 10. lines: length of the countdown."""
+    """A sum modulo 10. lines: of the countdown."""
 
     terms: tuple[int, ...]
     lines: int
 
     @property
     def prompt(self) -> str:
-        """E.g. `7+2+4+1=t` and a newline; t is the first line's name."""
+        """E.g. `7+2+4+1=t` and a newline; t names the first line."""
         return "+".join(map(str, self.terms)) + f"={COUNTERS[self.lines - 1]}\n"
 
     @property
@@ -45,7 +45,7 @@ class DelayedSum(NamedTuple):
 
 
 def sample_problem(rng: random.Random) -> DelayedSum:
-    """Sample few different additions, which a small model learns well."""
+    """Sample a problem. A small model learns the few different additions well."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
     return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 
@@ -66,7 +66,7 @@ def teach(problem: DelayedSum, rng: random.Random, habit: float = HABIT, slip: f
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write the ablations' model and data into `folder`, as `arithmetic.write_demo`."""
+    """Write the task, as `arithmetic.write_demo`."""
 
     def answer(problem: DelayedSum, rng: random.Random) -> tuple[DelayedSum, str]:
         if rng.random() < BRIEF:

@@ -1,6 +1,4 @@
-"""`megarl demo`: a first run, of a tiny model after a warm start, or of a pretrained model.
-
-All recipes of a seed share its task and warm start. A recipe's next run replaces its folder."""
+"""`megarl demo`: a first run. Recipes share a seed's task and warm start; each has its folder."""
 
 from __future__ import annotations
 
@@ -35,24 +33,24 @@ Recipe = Literal[
 ]  # fmt: skip
 Task = Literal["sums", "calculator"]
 FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
-# A cost of 1 is a forward pass over one response.
+# The unit of cost is a forward pass over one response.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
-TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, including its share of the prompt
+TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, with a share of the prompt
 ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}
-REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the processor's rate that a forward pass reaches
+REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the core's rate in a forward pass
 ASKED = 4.0  # cost of a held-out answer
-UPDATE = 1.5  # seconds of an update in addition to its passes, for memory traffic
-COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates of a step
-LONG = 1140.0  # seconds; QUICK: wanted for training, LONGEST: at most
+UPDATE = 1.5  # seconds per update, for memory traffic
+COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates per step
+LONG = 1140.0  # seconds; QUICK: wanted, LONGEST: limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # evaluate only before and after the run
+NEVER = 1000  # only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
 
 MARK = ".megarl-demo"  # in --folder: the demo created it
-MARK_WARM_START = ".megarl-demo-warm-start"  # checksums of its inputs and result
-MARK_RUN = ".megarl-demo-run"  # in a run's folder: the next run may delete it
+MARK_WARM_START = ".megarl-demo-warm-start"  # checksums of inputs and result
+MARK_RUN = ".megarl-demo-run"  # in a folder that the next run may delete
 
 
 @checks_packages
@@ -122,7 +120,7 @@ def demo(
     config = load_config(file, reinforcement)
     check_config(config, str(file))  # before the warm start
     _check_folders(config, folder, place)
-    # No thread renews the lease, because ranks are forked. Training and the wait for ranks renew it.
+    # Ranks are forked, so no thread renews the lease: training and the wait for ranks do.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
@@ -160,7 +158,7 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
 
 
 def _check_folders(config: Config, folder: Path, place: Path) -> None:
-    """Refuse folders of others, and a run that would delete its own inputs."""
+    """Refuse foreign folders, and a run that would delete its inputs."""
     for path, mark, key in (
         (folder, MARK, "--folder"),
         (place / "sft", MARK_WARM_START, "--folder"),
@@ -214,7 +212,7 @@ def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
 
 
 class RunSizes(NamedTuple):
-    """A run on the pretrained model. rates: GFLOP/s of a core; seconds: of training, estimated."""
+    """A run on the pretrained model. rates: GFLOP/s per core; seconds: estimate."""
 
     rates: Mapping[str, float]
     dtype: str
@@ -241,15 +239,15 @@ class RunSizes(NamedTuple):
 
 
 def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task = "sums") -> RunSizes:
-    """Choose precision, responses and steps from the rates of a core.
+    """Choose precision, responses and steps from a core's rates.
 
-    Training takes QUICK seconds if that is enough for LEAST steps. Otherwise it has up to LEAST steps
-    within LONGEST, if necessary with half of the responses."""
+    Training takes QUICK seconds if LEAST steps fit, else up to LEAST steps within LONGEST, if necessary with
+    half the responses."""
     dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
     ranks = min(RANKS, cores)
     threads = cores // ranks
     speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
-    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds of a forward pass over a response
+    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds
     passes, updates = COSTS[recipe]
     for prompts in (8, 4):
         step = prompts * GROUP * answer * passes + updates * UPDATE
@@ -264,7 +262,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield for `megarl doctor` how a machine can train the pretrained model."""
+    """Yield whether the machine can train the pretrained model."""
     if machine.rates is None:
         return
     name = "a pretrained model on CPUs"
@@ -277,7 +275,7 @@ def abilities(machine: Machine) -> Iterator[Ability]:
 
 
 def _warm_start(file: Path, overrides: list[str]) -> int:
-    """Train supervised, or reuse a result if everything that determines its bits is equal."""
+    """Train supervised, or reuse a result of equal inputs."""
     from megarl.schedule.identity import checksum_files, identity, list_files
 
     config = load_config(file, overrides)
@@ -309,7 +307,7 @@ def _make_anew(folder: Path, mark: str) -> None:
 
 
 def _print_result(config: Config, model: Model, task: Task) -> None:
-    """Print accuracies and paths; for the tiny model also the shares of the kinds of answers."""
+    """Print accuracies, styles of answers, and paths."""
     from megarl.algorithms.scores import interval
     from megarl.observe.run_log import ANSWERS_FILE
     from megarl.observe.runs import read_jsonl

@@ -1,7 +1,7 @@
-"""A family of tasks with knobs, each of which shows what a technique of the papers is for.
+"""Tasks with knobs, each of which shows what a technique of the papers is for.
 
-As in delayed.py, additions decide early and lines delay the grade; or every line is one more addition.
-Settings are in configs/ablations, examples in docs/evidence/ablations.md."""
+Additions decide early and lines delay the grade, as in delayed.py, or every line adds.
+Settings: configs/ablations. Examples: docs/evidence/ablations.md."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl_tasks.arithmetic import EVAL_ROWS, build_tokenizer, held_out, write_
 from megarl_tasks.delayed import ALPHABET, BRIEF_LINES, COUNTERS, MAX_TERM
 
 POSITIONS = 512
-SIGNS = "=:;~"  # of an addition, by way
-TRIVIAL: Final = "!"  # prompts that are always solved
-IMPOSSIBLE: Final = "?"  # prompts that are never solved
-WARM_SHARE = 0.1  # limit for each kind in the warm start: they teach little
+SIGNS = "=:;~"  # of additions, by way
+TRIVIAL: Final = "!"  # always solved prompts
+IMPOSSIBLE: Final = "?"  # never solved prompts
+WARM_SHARE = 0.1  # limit of each in the warm start: they teach little
 SFT_ROWS = 300 * 64
 TRAIN_ROWS = 4096
 
@@ -77,7 +77,7 @@ class Knobs(Section):
             raise ValueError("ways: their shares must sum to 1")
         if self.ramble and not self.lines[0]:
             raise ValueError("ramble: there must be a line to repeat (lines from 1)")
-        # One in ten is held out. Twice the needed number keeps the shares of different problems.
+        # One in ten is held out. Twice the needed number preserves the shares of unique problems.
         for low, high in (self.lines, self.eval_lines or self.lines):
             problems = 10 * MAX_TERM ** (self.terms[0] - 1) * (high - low + 1)
             if problems < 20 * EVAL_ROWS:
@@ -92,7 +92,7 @@ class Knobs(Section):
 
 
 class FamilyProblem(NamedTuple):
-    """A sum of `terms` modulo 10, and `lines` lines, each adding `step`. kind: TRIVIAL, IMPOSSIBLE or ""."""
+    """A sum modulo 10, and lines that each add `step`. kind: TRIVIAL, IMPOSSIBLE or ""."""
 
     terms: tuple[int, ...]
     lines: int
@@ -101,7 +101,7 @@ class FamilyProblem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """E.g. `!7+2+4+1=t` and a newline; t is the first line's name."""
+        """E.g. `!7+2+4+1=t` and a newline; t names the first line."""
         return f"{self.kind}{'+'.join(map(str, self.terms))}={COUNTERS[: self.lines][-1:]}\n"
 
     @property
@@ -116,19 +116,19 @@ class FamilyProblem(NamedTuple):
 
 
 def response_tokens(terms: int, lines: int, width: int = 1) -> int:
-    """Count the end of sequence too."""
+    """Count tokens with end-of-sequence."""
     return 6 * (terms - 1) + (3 + width) * lines + 3
 
 
 def longest_right(knobs: Knobs) -> int:
-    """Return the tokens of the longest correct response in training without rambling."""
+    """Return the tokens of training's longest correct response."""
     return response_tokens(knobs.terms[1], knobs.lines[1], knobs.width)
 
 
 def sample_problem(
     rng: random.Random, knobs: Knobs, shares: Sequence[float] | None = None, lines: Span | None = None
 ) -> FamilyProblem:
-    """Sample a problem. shares (trivial, impossible), lines: instead of the knobs'."""
+    """Sample a problem. shares (trivial, impossible) and lines replace the knobs'."""
     trivial, impossible = shares or (knobs.trivial, knobs.impossible)
     low, high = lines or knobs.lines
     kind: Literal["", "!", "?"] = ""
@@ -151,9 +151,7 @@ def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
 
 
 def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
-    """Return the teacher's response, without end-of-sequence token. Errors carry over to later lines.
-
-    An impossible prompt gets a normal response."""
+    """Return the teacher's response, as `delayed.teach`; also to impossible prompts."""
     right = problem.result
     if rng.random() < knobs.bare:
         return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
@@ -181,9 +179,9 @@ def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
 
 
 def write_family(folder: Path, seed: int, **knobs: object) -> None:
-    """Write a task's model and data into `folder`, as `arithmetic.write_demo`.
+    """Write a task, as `arithmetic.write_demo`. knobs: fields of `Knobs`.
 
-    Held-out problems are neither trivial nor impossible. knobs: fields of `Knobs`."""
+    Held-out problems are neither trivial nor impossible."""
     given = Knobs.model_validate(knobs)
 
     def answer(_: FamilyProblem, rng: random.Random) -> tuple[FamilyProblem, str]:

@@ -1,7 +1,7 @@
-"""Generate problems with reasoning-gym: the rows of an entry `gym` of data.train or data.eval.
+"""Generate the rows of `gym` entries with reasoning-gym.
 
-A process with a fixed hash seed does it, because some problems depend on the order of sets. Others depend on
-Python's and numpy's global generators, which are seeded before each row."""
+Some problems depend on the order of sets, so a process with a fixed hash seed generates them. Others use the
+global generators of Python and numpy, which are seeded before each row."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
-# Row k of an entry is item k of a task with the first seed of the entry's block; most tasks use seed + k for
-# item k. Blocks are as long as the longest entry. Training, evaluation and the examples of prompts have
-# disjoint ranges of blocks. (numpy's seeds end at 2 ** 32.)
+# Most tasks use seed + k for item k, so an entry's seed stands for a block as long as the longest entry.
+# Training, evaluation and examples have disjoint ranges. numpy's seeds end at 2 ** 32.
 BLOCK = 2**18
 TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
-_LIMIT = 300.0  # seconds for the next row
+_LIMIT = 300.0  # seconds per row
 _BOOT = (
     "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
     "from megarl_tasks.gym import work; work()"
@@ -40,13 +39,7 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class GymRow:
-    """A generated problem, or the reason (`problem`) why there is none.
-
-    key     of its entry: `data.train[0].gym`
-    index   of the item in its task
-    prompt  the question, after the entry's system prompt and examples
-    answer  a correct one; "" if unknown
-    entry   input of the task's scorer, for VERIFIER"""
+    """See `megarl.data.generated.GeneratedRow`. entry: for VERIFIER."""
 
     key: str
     task: str
@@ -63,9 +56,7 @@ def first_seed(key: str, seed: int) -> int:
 
 
 def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[str, int]]:
-    """Yield (task, index of the item in the task) of `size` rows, by smooth weighted round-robin.
-
-    In every prefix each task has the share of its weight, to within about a row."""
+    """Yield (task, index within it) of `size` rows by smooth weighted round-robin."""
     total, credit, count = sum(weights.values()), dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0)
     for _ in range(size):
         for task, weight in weights.items():
@@ -77,9 +68,7 @@ def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[
 
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
-    """Yield `rounds` rows of each task, alternating between an entry's tasks.
-
-    All parameters are checked before the first row. Raises as `generate`."""
+    """Yield `rounds` rows of each task, alternating between an entry's tasks."""
     few = {}
     for key, entry in entries.items():
         tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
@@ -88,10 +77,7 @@ def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[G
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
-    """Yield the rows of one entry after the other; the same in any process.
-
-    Raises ConfigError without reasoning-gym, task or parameter, DataError if its process dies, and
-    WaitTimeout if it does not finish a row."""
+    """Check all parameters, then yield the rows. Raises as in `megarl.data.generated`."""
     if not entries:
         return
     first = next(iter(entries))
@@ -129,13 +115,13 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
 def _messages(
     process: subprocess.Popen[bytes], request: dict[str, Any], stderr: IO[bytes], at: str
 ) -> Iterator[dict[str, Any]]:
-    """Send the request, and yield its answers. at: the key in progress, for messages."""
+    """Send the request and yield the answers. at: key in progress."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it died; the read below reports how
+        pass  # the read below reports the death
     pipe, unread = process.stdout.fileno(), b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -182,10 +168,10 @@ def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
 
 
 def work() -> None:
-    """Main function of the generating process.
+    """Run the generating process.
 
-    Writes JSON lines: each task's system prompt and examples, its rows and an end, or the first error."""
-    # Some tasks (codeio) run code from their data set.
+    Writes JSON lines: prompts and examples by task, all rows, and an end or the first error."""
+    # Some tasks (codeio) run code of their data set.
     restrict(Supervised(STRICT, Path(os.devnull), (os.getppid(),)))
     follow_parent()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -228,7 +214,7 @@ def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             answer = known_answer(task, entry)
             packed = pack_entry(name, parameters, entry, answer)
             return {"question": str(entry["question"]), "answer": answer, "entry": packed}
-        except Exception as error:  # noqa: BLE001 (reported like a bad row of a file)
+        except Exception as error:  # noqa: BLE001 (reported as an unusable row)
             text = f"{name} {index}: {type(error).__name__}: {error}".split("\n")[0]
             return {"problem": ("the task fails to generate it", text)}
 

@@ -1,6 +1,6 @@
-"""Grammars for answers that reasoning-gym's scorers would run as code, or accept whatever they are.
+"""Grammars for tasks of reasoning-gym whose scorers run answers as code or accept wrong ones.
 
-A scorer in `GRAMMARS` receives an answer only as its grammar has rewritten it, else UNREADABLE."""
+Their scorers receive only the grammar's result, else UNREADABLE."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-UNREADABLE = ""  # neither Python, formula nor number; also false
-_MAX_DIGITS = 500  # of a number that an expression may evaluate to
+UNREADABLE = ""  # neither Python, formula nor number; falsy
+_MAX_DIGITS = 500  # of an expression's value
 _HIGHEST_POWER = 100
-_TOLERANCE = 1e-4  # the scorer's, of a probability
+_TOLERANCE = 1e-4  # the scorer's for probabilities
 _FUNCTIONS: tuple[str, ...] = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
 _FUNCTIONS += ("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 _CONSTANTS = ("E", "pi")
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the answer for the task's scorer, and the kind of code in it, if any."""
+    """Return the scorer's input, and the kind of code in the answer, if any."""
     if task not in GRAMMARS or answer == entry["answer"]:
         return answer, None
     if len(answer) > 4 * len(str(entry["answer"])) + 1000:
@@ -42,7 +42,7 @@ def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[s
 
 
 def _find_code(answer: str) -> str | None:
-    """Return the first construct that is Python beyond arithmetic and lists."""
+    """Return the first Python construct beyond arithmetic and lists."""
     try:
         tree = ast.parse(answer, mode="eval")
         found = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
@@ -52,7 +52,7 @@ def _find_code(answer: str) -> str | None:
 
 
 def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept (nested) lists of integers and texts, and correct answers as text."""
+    """Accept nested lists of integers and strings, and correct answers verbatim."""
     if answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]):
         return answer
 
@@ -68,7 +68,7 @@ def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
 def _expression(answer: str, entry: Mapping[str, Any]) -> str:
     """Accept sums, products and powers of numbers, symbols and elementary functions.
 
-    No number may get long, and no symbol may have a meaning in Python or sympy."""
+    Numbers are bounded, and symbols must not be names in Python or sympy."""
     import sympy
 
     def is_symbol(name: str) -> bool:
@@ -128,7 +128,7 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept only integers: y - y would be a zero that uses none of the numbers."""
+    """Accept arithmetic on integers only: y - y would be a 0 that uses no number."""
 
     def check(node: ast.AST) -> None:
         match node:
@@ -146,7 +146,7 @@ def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept arithmetic with each given number once. The scorer only counts them."""
+    """Accept arithmetic with each given number once; the scorer only counts them."""
     text = _arithmetic(answer, entry)
     if sorted(map(int, re.findall(r"\d+", text))) != sorted(entry["metadata"]["numbers"]):
         raise Refused
@@ -154,10 +154,10 @@ def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _probability(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept a decimal number or a fraction, ignoring commas.
+    """Accept a decimal number or fraction, ignoring commas.
 
     The scorer accepts prefixes of the correct number, such as 0, so a wrong answer needs its number of
-    digits. It also accepts 0 for anything below its tolerance."""
+    digits. It also accepts 0 for values below its tolerance."""
     if not _NUMBER.fullmatch(plain := answer.replace(",", "")):
         raise Refused
     value, right = float(Fraction(plain)), float(Fraction(entry["answer"].replace(",", "")))
@@ -177,13 +177,13 @@ def _finite(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept only the correct word, in any case. The scorer accepts every text."""
+    """Accept only the correct word; the scorer accepts any."""
     if answer.strip().lower() != entry["answer"].strip().lower():
         raise Refused
     return str(entry["answer"])
 
 
-# For reasoning-gym 0.1.25. tests/security/test_policy_text.py finds scorers that are missing here.
+# For reasoning-gym 0.1.25. tests/security/test_policy_text.py finds missing scorers.
 GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "binary_matrix": _plain_list,
     "n_queens": _plain_list,

@@ -17,7 +17,7 @@ class GymEnvironment:
         self.tries = tries
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Return the question. entry in the row: the scorer's input (megarl_tasks.gym:GymRow)."""
+        """Return the question. row: a megarl_tasks.gym:GymRow as a dict."""
         self.entry, self.left, self.last = str(row["entry"]), self.tries, Verdict(False, score=0.0)
         return str(row["question"])
 

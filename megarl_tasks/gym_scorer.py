@@ -1,6 +1,6 @@
-"""Create reasoning-gym's tasks (extra `gym`), and use their scorers as a verifier.
+"""reasoning-gym's tasks (extra `gym`), and their scorers as a verifier.
 
-Import it only in processes with a fixed hash seed (verifier workers, gym.py's): some tasks depend on it."""
+Import only in processes with a fixed hash seed (verifier workers, gym.py's), on which some tasks depend."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from megarl_tasks.gym_answers import restrict_answer
 
 OPENING, CLOSING = "<answer>", "</answer>"
 _SUGGESTED = 3
-# Names in the metadata of an example of many correct answers.
+# Metadata's keys of a correct answer.
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
 _MIXES = "composite"  # mixes other tasks, like an entry's `tasks`
 
 
 def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> ProceduralDataset:
-    """Return a task of reasoning-gym, whose item k is `task[k]`, k < size.
-
-    Raises ConfigError `name[.parameter]: ...` for an unknown or refused task or parameter."""
+    """Return a task of `size` items. Raises ConfigError if it or a parameter is invalid."""
     if name not in DATASETS or name == _MIXES:
         if name == _MIXES:
             raise ConfigError(
@@ -118,7 +116,7 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
-    """Return the entry's answer, or an example of its metadata; "" if there is none."""
+    """Return a correct answer, or ""."""
     if isinstance(entry["answer"], str):
         return entry["answer"]
     found = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
@@ -129,18 +127,18 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
 
 
 def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
-    """Return what `verify` needs of an entry, as JSON. Raises TypeError if JSON cannot hold it."""
+    """Return JSON for `verify`. Raises TypeError if JSON lacks a type."""
     kept = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
     return json.dumps(kept, ensure_ascii=False)
 
 
 def _packed(value: Any) -> Any:
-    """Convert to JSON. Types that JSON lacks, but scorers need, become {"$kind": contents}."""
+    """Convert to JSON. Types that JSON lacks become {"$kind": contents}."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # numpy's and enumerations too
+    if isinstance(value, str):  # also numpy's and enumerations
         return str.__str__(value)
-    if isinstance(value, Integral):  # numpy's too
+    if isinstance(value, Integral):  # also numpy's
         return int(value)
     if isinstance(value, Fraction):
         return {"$fraction": str(value)}
@@ -181,9 +179,7 @@ def unpack_entry(text: str) -> dict[str, Any]:
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the last `<answer>...</answer>`'s contents, or None.
-
-    Linear time, unlike reasoning_gym.utils.extract_answer."""
+    """Return the last `<answer>`'s contents, or None, in linear time, unlike reasoning-gym's function."""
     found, at = None, 0
     while (opening := response.find(OPENING, at)) >= 0:
         closing = response.find(CLOSING, opening + len(OPENING))
@@ -201,8 +197,8 @@ def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
 def verify(response: str, entry: str) -> Verdict:
     """Grade the `<answer>` with its task's scorer: correct from a score of 1. Without tags it is wrong.
 
-    If the scorer raises even for the known answer, this raises (ungraded); if only for this one, the answer
-    is wrong. So is an answer that the scorer would run as code."""
+    So is code, and an answer for which the scorer raises. If it also raises for the known answer, the error
+    propagates (ungraded)."""
     found = extract_answer(response)
     if found is None:
         return Verdict(False, score=0.0)
@@ -215,7 +211,7 @@ def verify(response: str, entry: str) -> Verdict:
         raise
     except Exception as error:  # noqa: BLE001 (recorded with the verdict)
         known, _ = restrict_answer(kept["task"], kept["answer"], kept["entry"])
-        float(score(known, unpack_entry(entry)["entry"]))  # or the failure is the scorer's
+        float(score(known, unpack_entry(entry)["entry"]))  # else the scorer is at fault
         text = str(error).split("\n")[0]
         return Verdict(
             False, found, f"{kept['task']}: its scorer refuses the answer: {type(error).__name__}: {text}"

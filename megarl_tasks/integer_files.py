@@ -1,4 +1,4 @@
-"""Convert a file's answers to integers (`megarl data integers`), checked by the symbolic verifier."""
+"""`megarl data integers`: convert answers to integers, checked by the symbolic verifier."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from megarl_verifier.integers import IntegerAnswer, Refused, integer_answer
 class ConvertedFile:
     """The converted rows of a file.
 
-    kept     rows with integers as answers
-    refused  unchanged rows, with reason and row number (`refused`, `refused_row`)
-    turned   number of rows in `kept` whose answer was no integer
-    report   counts and reasons"""
+    kept     rows with integer answers
+    refused  unchanged rows with reason and number (`refused`, `refused_row`)
+    turned   kept rows whose answer was no integer"""
 
     kept: list[dict[str, Any]]
     refused: list[dict[str, Any]]
@@ -38,11 +37,10 @@ class ConvertedFile:
 
 
 def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
-    """Convert the answers of a file to integers.
+    """Convert the answers of a file to integers. Raises DataError.
 
-    A kept row has the extended question, and the integer as text in place of the answer. A worked solution
-    (`solution`, `completion`, `messages`) stays, and the integer is in a new column `answer`, which has
-    precedence. The former answer is in `original_answer`, unless that column exists. Raises DataError."""
+    The integer, as text, replaces the answer, and the question asks for it. A worked solution stays, with the
+    integer in a new column `answer`, which has precedence. `original_answer`, if new, has the old answer."""
     report = ReadReport(rows={str(source): 0})
     done = ConvertedFile([], [], 0, report)
     converted: list[tuple[int, dict[str, Any], IntegerAnswer]] = []

@@ -1,7 +1,6 @@
 """Environments of OpenEnv servers: megarl_tasks.openenv:OpenEnvironment (docs/episodes.md).
 
-It speaks openenv-core 0.3 over WebSocket with aiohttp, because that package's requirements conflict with
-megarl's. A connection is a session with its own environment."""
+Speaks the protocol of openenv-core 0.3 itself, whose requirements conflict with megarl's."""
 
 from __future__ import annotations
 
@@ -21,15 +20,13 @@ except ImportError as error:  # reported before the run
 
 
 class OpenEnvironment:
-    """An environment at a server.
+    """A server's environment. Raises if the server fails.
 
     url           http://host:port
-    action        field of the action for the policy's text; "": the policy writes the action as JSON
-    observation   field that the policy is shown; "": all of it, as JSON
-    turn_rewards  credit rewards to turns; otherwise only their sum counts, as the verdict's score
-    seconds       time limit of an answer; a timeout is not the policy's fault
-
-    Raises ConnectionError or the server's error if the server fails."""
+    action        field for the policy's text; "": the policy writes JSON
+    observation   field to show; "": all, as JSON
+    turn_rewards  credit rewards to turns; otherwise only their sum counts, as score
+    seconds       time limit per answer; a timeout is not the policy's fault"""
 
     def __init__(
         self,
@@ -46,12 +43,12 @@ class OpenEnvironment:
         self.server.close()
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Start, with a seed below 2^32 and the row's `reset` as arguments."""
+        """Start with the seed modulo 2^32 and the row's `reset` as arguments."""
         data = {"seed": seed % 2**32, **(row.get("reset") or {})}
         return self._observation(self.server.ask({"type": "reset", "data": data}))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """An action that the server refuses becomes an error for the policy."""
+        """Act. A refused action gives an observation `error: ...`."""
         data: Any = {self.action: text}
         if not self.action:
             try:
@@ -69,7 +66,7 @@ class OpenEnvironment:
         return self._observation(answer), reward if self.turn_rewards else 0.0, bool(answer.get("done"))
 
     def verdict(self) -> Verdict:
-        """Return the sum of the rewards as a score."""
+        """Grade by the sum of rewards."""
         return Verdict(self.total >= 1, score=self.total)
 
     def _observation(self, answer: dict[str, Any]) -> str:
@@ -83,11 +80,11 @@ class OpenEnvironment:
 
 
 class InvalidAction(Exception):
-    """The server refused an action as invalid."""
+    """The server refused an action."""
 
 
 class _Server:
-    """A session. All of a process share a thread's loop, which answers pings between requests."""
+    """A session. All share a thread's event loop, which answers pings between requests."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self.url, self.seconds = url.rstrip("/"), seconds
@@ -98,7 +95,7 @@ class _Server:
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the answer's data.
 
-        Raises InvalidAction, ConnectionError, TimeoutError, and RuntimeError for other errors."""
+        Raises InvalidAction, ConnectionError, TimeoutError or RuntimeError."""
         return asyncio.run_coroutine_threadsafe(self._answer(message), _loop()).result()
 
     async def _answer(self, message: dict[str, Any]) -> dict[str, Any]:

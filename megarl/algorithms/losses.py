@@ -1,8 +1,9 @@
-"""The loss terms, and the weights of their tokens: the one place of denominators.
+"""Loss terms and their token weights: the one place of denominators.
 
-Every loss term is sum_t w_t * l_t, with counts taken over the whole mini-batch (all micro-batches, all
-data-parallel ranks). Statistics are plain sums over tokens. So the terms and statistics of micro-batches and
-ranks simply add up."""
+A term is sum_t w_t * l_t, with denominators of the whole mini-batch. Statistics are sums over tokens. So both
+add up over micro-batches and data-parallel ranks.
+
+Unless noted, tensors are [T], and tokens of weight 0 do not count."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ Stats = dict[str, Tensor]
 Aggregation = Literal["token", "sample", "constant"]
 KLEstimator = Literal["k2", "k3"]
 
-# Statistics that are means over fewer tokens than all that count: the statistic that is the number of theirs.
+# Statistic -> the statistic that counts its tokens, if not `tokens`.
 COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
 
-# A log-ratio is clamped to +-LOG_RATIO_LIMIT before exp: e^20 = 5e8 is far outside any clip range, and
-# nothing overflows.
+# Bound of log-ratios, against overflow. e^20 = 5e8 is outside any clip range.
 LOG_RATIO_LIMIT = 20.0
 
-# The least probability of all tokens outside a teacher's top k. Float32 log-probs do not resolve less.
+# Lower bound of the probability outside a teacher's top k. Float32 log-probs do not resolve less.
 LEAST_REST = 1e-6
 
 
@@ -35,18 +35,19 @@ def token_weights(
     include: Tensor | None = None,
     constant: int = 1,
 ) -> Tensor:
-    """Return the weight of a token of each response in a loss term, float32 [n]; 0 if uncounted.
+    """Return the weight of each response's tokens, float32 [n]; 0 if uncounted.
 
-    token:  1 / (tokens of all counted responses of its mini-batch): every token counts the same (DAPO eq. 8
-            and 12, VAPO eq. 7).
-    sample: 1 / (tokens of the response * counted responses of its mini-batch): every response counts the
-            same (VAPO eq. 6).
-    constant: 1 / (`constant` * counted responses of its mini-batch): a response counts by its length,
-            whatever the others' are (Dr. GRPO, arXiv 2503.20783; the constant is the length limit).
+    With N counted responses of L tokens in all in the mini-batch:
 
-    lengths: response tokens, int64 [n], of the whole step, not of one rank's share. mini_batches: int64 [n],
-    the mini-batch of each; None: all are one. include: bool [n], e.g. not truncated, or correct; None: all. A
-    response without tokens never counts.
+    token     1 / L: tokens count equally (DAPO eq. 8 and 12, VAPO eq. 7)
+    sample    1 / (N * tokens of the response): responses count equally (VAPO eq. 6)
+    constant  1 / (N * `constant`): a response counts by its length (Dr. GRPO, arXiv 2503.20783, where the
+              constant is the length limit)
+
+    Args:
+        lengths: response tokens, int64 [n], of the whole step, not of one rank; 0 is uncounted
+        mini_batches: int64 [n]; None: a single one
+        include: bool [n], responses to count; None: all
     """
     if aggregation not in get_args(Aggregation):
         raise ValueError(f"aggregation: must be token, sample or constant (got {aggregation!r})")
@@ -62,34 +63,33 @@ def token_weights(
 
 
 def log_ratio(new: Tensor, old: Tensor, counted: Tensor) -> Tensor:
-    """Return new - old in float64, clamped; 0 with gradient 0 on uncounted tokens, even for NaN."""
+    """Return new - old in float64, clamped; 0 without gradient on uncounted tokens, even for NaN."""
     difference = torch.where(counted, new.double(), 0.0) - torch.where(counted, old.double(), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _weighted_sum(terms: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """Return sum_t w_t * l_t, summed in float64, 0-dim in the dtype of `like` (at least float32)."""
+    """Sum in float64. Return 0-dim in the dtype of `like`, at least float32."""
     return (terms * weights.double()).sum().to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
-    """Return detached copies: a statistic must not share storage with the loss, which Megatron's
-    schedule divides in place."""
+    """Return detached copies: Megatron's schedule divides the loss in place."""
     prefix = loss_name.split("/")[0]
     named = {loss_name: loss, **{f"{prefix}/{name}": value for name, value in sums.items()}}
     return {name: value.detach().double().clone() for name, value in named.items()}
 
 
 class Tokens(NamedTuple):
-    """The tokens of a policy loss, float64 [T]; A_t and log-prob of uncounted tokens are 0.
+    """The tokens of a policy loss, float64 [T]; 0 if uncounted, except the ratio.
 
     ratio           r_t = pi / pi_old
-    selected        bool [T], tokens that the method's `selector` selected
-    top_k_logprobs  log pi and log pi_old of pi_old's top-k tokens at each place, [T, k] each
+    selected        bool [T], by the method's `selector`
+    top_k_logprobs  log pi and log pi_old of pi_old's top-k tokens at each position, [T, k] each
     log_ratio       log r_t, clamped, [T]
-    counted         bool [T], whether a token counts
-    sequence_ids    int [T], the sequence of each token
-    dual_clip       a c > 1: J_t is at least c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
+    counted         bool [T]
+    sequence_ids    int [T]
+    dual_clip       c > 1: J_t >= c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
     """
 
     ratio: Tensor
@@ -107,22 +107,22 @@ class Tokens(NamedTuple):
 
     @property
     def low(self) -> float:
-        """Return the lower end of the interval of the clip."""
+        """Lower end of the clip interval."""
         return 1.0 - self.clip_low
 
     @property
     def high(self) -> float:
-        """Return the upper end of the interval of the clip."""
+        """Upper end of the clip interval."""
         return 1.0 + self.clip_high
 
 
 class Objective(NamedTuple):
-    """The objective of each token, which the policy maximises.
+    """A surrogate's result.
 
-    objective   J_t, float64 [T]
-    too_low     bool [T], ratios below the interval, which are only counted
-    too_high    bool [T], ratios above it
-    statistics  sums over tokens, of metrics policy/<name> that only this method has
+    objective   J_t, float64 [T], to be maximised
+    too_low     bool [T], tokens of clip_fraction_low
+    too_high    bool [T], tokens of clip_fraction_high
+    statistics  sums over tokens, for metrics policy/<name>
     """
 
     objective: Tensor
@@ -131,12 +131,12 @@ class Objective(NamedTuple):
     statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
-# A policy loss: its tokens, and its options by name, give the objective. config/methods.py has the table.
+# (tokens, **options) -> objective. config/methods.py has the table.
 Surrogate = Callable[..., Objective]
 
 
 def ppo(t: Tokens) -> Objective:
-    """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8), with a dual clip at least c A_t."""
+    """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8), optionally with the dual clip."""
     objective = torch.minimum(t.ratio * t.advantage, t.ratio.clamp(t.low, t.high) * t.advantage)
     low, high = (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
     if not t.dual_clip:
@@ -162,23 +162,18 @@ def policy_loss(
     selected: Tensor | None = None,
     top_k_logprobs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -J_t and its statistics; `algorithm.surrogate` chooses the function for J_t.
+    """Return sum_t w_t * -J_t and its statistics.
 
-    All tensors are [T] unless noted. Tokens of weight 0 do not count. The gradient is 0 for r beyond e^20
-    and e^-20.
+    The ratio has no gradient beyond e^20 and e^-20. approx_kl is the k3 estimate of KL(pi_old || pi),
+    clip_prob_high the probability of tokens clipped from above (DAPO figure 3a).
 
     Args:
-        old_logprobs, advantages: without gradient.
-        clip_low, clip_high: the interval is [1 - clip_low, 1 + clip_high].
-        entropy: of the policy at each token, only for the statistic.
-        options: arguments of the surrogate, by name.
-        dual_clip, sequence_ids, selected: fields of `Tokens`.
-        top_k_logprobs: as in `Tokens`; the least finite number where one is the sampled token itself.
-
-    Returns:
-        The loss, and sums over the tokens of weight > 0, with the surrogate's own statistics. approx_kl
-        is the k3 estimate of KL(pi_old || pi), clip_prob_high the probability of the tokens whose ratio is
-        too high (DAPO figure 3a).
+        old_logprobs, advantages: used without gradient
+        clip_low, clip_high: of the interval [1 - clip_low, 1 + clip_high]
+        entropy: only for the statistic
+        surrogate, options: function for J_t, and its arguments
+        dual_clip, sequence_ids, selected: as in `Tokens`
+        top_k_logprobs: likewise; the least finite number where one is the sampled token
     """
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
@@ -209,7 +204,7 @@ def policy_loss(
 def _policy_statistics(
     t: Tokens, found: Objective, logprobs: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return the sums of `policy_loss` over the tokens that count."""
+    """Sum over the counted tokens."""
     assert t.counted is not None and t.log_ratio is not None
     high, difference = found.too_high & t.counted, t.log_ratio
     sums = {
@@ -229,8 +224,7 @@ def _policy_statistics(
 def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t * -log pi_t (VAPO eq. 9), before the factor mu of eq. 10.
 
-    weights: `token_weights` with the correct responses as `include`, and their own count as the total. All
-    [T]."""
+    weights: `token_weights` with the correct responses as `include`."""
     loss = _weighted_sum(-torch.where(weights > 0, logprobs.double(), 0.0), weights, logprobs)
     return loss, _sums(loss, "policy/nll_loss")
 
@@ -238,16 +232,15 @@ def nll_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def kl_loss(
     logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, estimator: KLEstimator = "k3"
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t k_t, an estimate of KL(pi || pi_ref), before the factor beta. All [T].
+    """Return sum_t w_t k_t, an estimate of KL(pi || pi_ref), before the factor beta.
 
-    With d = log pi - log pi_ref of the sampled token:
+    With d = log pi - log pi_ref of the sampled token, and expectations on-policy:
 
-    k2  d^2 / 2. On-policy its expected gradient is that of KL(pi || pi_ref) (REINFORCE++ with baseline, as in
-        OpenRLHF's compute_approx_kl).
-    k3  exp(-d) - 1 + d (GRPO). On-policy its expected value is KL(pi || pi_ref), and its expected gradient
-        that of the forward KL(pi_ref || pi).
+    k2  d^2 / 2; expected gradient: that of KL(pi || pi_ref) (REINFORCE++ with baseline, OpenRLHF's
+        compute_approx_kl)
+    k3  exp(-d) - 1 + d (GRPO); expected value: KL(pi || pi_ref); expected gradient: that of KL(pi_ref || pi)
 
-    k1, d itself, is not offered: its expected gradient is 0."""
+    k1, d itself, has the expected gradient 0."""
     difference = log_ratio(ref_logprobs.detach(), logprobs, weights > 0)
     terms = difference.square() / 2 if estimator == "k2" else torch.expm1(difference) - difference
     loss = _weighted_sum(terms, weights, logprobs)
@@ -257,18 +250,16 @@ def kl_loss(
 def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t KL(q_t || pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
 
-    The term is never negative. It is 0 only where the policy gives each of the k tokens the teacher's
-    probability. Without the rest the sum is lowest where the policy puts all of its probability on the k
-    tokens. verl's forward_kl_topk clamps that sum at 0; SDPO (arXiv 2601.20802) has the rest.
+    Without the rest (verl's forward_kl_topk, unlike SDPO, arXiv 2601.20802) the minimum would put all
+    probability on the k tokens.
 
-    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where it has none to say.
-    Statistics: loss, tokens, those that are taught, and the teacher's probability of the k tokens."""
+    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none."""
     counted = weights > 0
     taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
     of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
     chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
     teacher_rest = torch.where(taught, 1 - chances.sum(-1), 0.0).clamp(min=0)
-    # Rounding may leave nothing of a small rest. Then it counts as LEAST_REST and keeps its gradient.
+    # Rounding may leave less than LEAST_REST. Raise it to that, keeping its gradient.
     rest = 1 - own.exp().sum(-1)
     rest = rest + (LEAST_REST - rest.detach()).clamp(min=0)
     terms = (chances * (of_teacher - own)).sum(-1)
@@ -279,7 +270,7 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
 
 
 def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * -H(pi_t), before its factor; minimising it raises the entropy H. All [T]."""
+    """Return sum_t w_t * -H(pi_t), before its factor."""
     loss = _weighted_sum(-torch.where(weights > 0, entropy.double(), 0.0), weights, entropy)
     return loss, _sums(loss, "policy/entropy_loss")
 
@@ -287,11 +278,10 @@ def entropy_loss(entropy: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float = 0.0
 ) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t * 1/2 (V_t - returns_t)^2, optionally with PPO's value clipping.
+    """Return sum_t w_t * 1/2 (V_t - returns_t)^2.
 
-    With clip > 0, a term is the larger of this and the same with V clamped to V_old +- clip.
-    All tensors are [T]; tokens of weight 0 do not count. Statistics: loss, tokens, and tokens whose clamped
-    term is larger (they have no gradient)."""
+    With clip > 0, a term is the larger of this and the same with V clamped to V_old +- clip (PPO).
+    clip_fraction counts tokens whose clamped term is larger, which have no gradient."""
     counted = weights > 0
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
@@ -309,13 +299,12 @@ def value_loss(
 def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
     """Return sum_t w_t log(1 + exp((1 - 2 R_t) V_t)), the cross-entropy of sigmoid(V) to R in {0, 1}.
 
-    SPPO (arXiv 2604.08865). All tensors are [T]; tokens of weight 0 do not count.
-    Statistics: loss, tokens."""
+    SPPO (arXiv 2604.08865)."""
     counted = weights > 0
     value = torch.where(counted, logits.double(), 0.0)
     outcome = torch.where(counted, successes.detach().double(), 0.0)
     against = (1 - 2 * outcome) * value
-    # Not torch's softplus, whose last bits depend on where in memory a token stands.
+    # Not torch's softplus: its last bits depend on a token's position in memory.
     largest = against.detach().clamp(min=0)
     terms = largest + ((-largest).exp() + (against - largest).exp()).log()
     loss = _weighted_sum(terms, weights, logits)
@@ -323,10 +312,9 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 
 
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
-    """Return metrics from global sums of the statistics over micro-batches, ranks and `updates` steps.
+    """Return metrics from global sums of statistics over `updates` optimizer steps.
 
-    Losses become means over the updates, other statistics means over their tokens. Without tokens they are 0,
-    or missing if COUNTED_BY names other tokens."""
+    Losses are means over updates, others over tokens; without tokens 0, or missing if in COUNTED_BY."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():

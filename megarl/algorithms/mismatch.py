@@ -1,6 +1,4 @@
-"""Measure and correct the difference between the engine's and the trainer's log-probabilities.
-
-Factors of the policy loss's token weights correct it by truncated importance sampling, or mask tokens."""
+"""Measure and correct the difference between the engine's and the trainer's log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from megarl.algorithms.losses import LOG_RATIO_LIMIT, log_ratio
 
 Level = Literal["none", "token", "sequence"]
 
-# Bin edges of the difference of log-probabilities: half decades from 1e-6 to 10 on both sides of 0.
+# Half decades from 1e-6 to 10 on both sides of 0.
 DIFFERENCE_EDGES = tuple(
     sign * 10 ** (-6 + half / 2)
     for sign, halves in ((-1, range(14, -1, -1)), (1, range(15)))
@@ -22,10 +20,10 @@ DIFFERENCE_EDGES = tuple(
 
 
 def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of the differences, float64 [4], and the largest |difference|, float64 0-dim.
+    """Return sums over tokens, float64 [4], and the largest |log r|, float64 0-dim.
 
-    The sums are tokens, |difference|, r = pi_trainer / pi_engine, and r - 1 - log r, to be summed over ranks.
-    The largest is to be maximised over ranks. Differences are bounded by 20. All inputs [T]."""
+    With r = pi_trainer / pi_engine and |log r| bounded by 20, sums are tokens, |log r|, r, and r - 1 - log r.
+    Reduce over ranks by sum and maximum. All inputs [T]."""
     difference = log_ratio(trainer_logprobs.detach(), engine_logprobs.detach(), mask)[mask]
     absolute = difference.abs()
     count = torch.tensor(float(absolute.numel()), dtype=torch.float64, device=absolute.device)
@@ -35,9 +33,9 @@ def mismatch_sums(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tenso
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
-    """Return the metrics mismatch/* from the global results of `mismatch_sums`.
+    """Return metrics from global `mismatch_sums`.
 
-    kl is the k3 estimate of KL(pi_engine || pi_trainer). Without tokens the ratio is 1."""
+    kl is the k3 estimate of KL(pi_engine || pi_trainer)."""
     count, absolute, ratio, kl = sums.tolist()
     return {
         "mismatch/logprob_abs_mean": absolute / max(count, 1.0),
@@ -60,16 +58,15 @@ def mismatch_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return factors of the token weights, float32 [T], and counts, float64 [3], without gradients.
 
-    With r_t = pi_trainer / pi_engine, the factor is the product of
+    With r_t = pi_trainer / pi_engine, a factor is the product of
 
     weight  token: min(r_t, cap)
             sequence: min(prod_t r_t, cap) over the response
     keep    token: 0 if r_t is outside `bounds`, else 1
             sequence: 0 if the response's geometric mean of r_t is outside, else 1
 
-    Factors are 0 outside `mask` and change no denominator, so that a batch with few trusted tokens moves the
-    policy little. log r_t and the log of the product are bounded by 20. The counts are tokens, tokens above
-    the cap, and dropped tokens, to be summed over ranks.
+    Factors are 0 outside `mask`, and denominators do not change. log r_t and the log of the product are
+    bounded by 20. Counts, to sum over ranks: tokens, tokens above the cap, dropped tokens.
 
     trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """
@@ -94,9 +91,9 @@ def mismatch_factors(
 
 
 def difference_histogram(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Count tokens by trainer minus engine log-probability, float64 [len(DIFFERENCE_EDGES) + 1].
+    """Count tokens by trainer minus engine log-prob, float64 [len(DIFFERENCE_EDGES) + 1].
 
-    Bin i counts edge i-1 < difference <= edge i within the mask. All inputs [T]."""
+    Bin i has edge i-1 < difference <= edge i. All inputs [T]."""
     difference = (trainer_logprobs.double() - engine_logprobs.double())[mask]
     edges = torch.tensor(DIFFERENCE_EDGES, dtype=torch.float64, device=difference.device)
     return torch.bincount(torch.bucketize(difference, edges), minlength=len(DIFFERENCE_EDGES) + 1).double()

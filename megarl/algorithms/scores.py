@@ -1,4 +1,4 @@
-"""Compute avg@k, pass@k, majority@k, confidence intervals, and the explained variance of values."""
+"""avg@k, pass@k, majority@k, confidence intervals, and explained variance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Return the share of right answers to one problem; 0 without answers."""
+    """Return the share of right answers; 0 without answers."""
     return sum(map(bool, correct)) / len(correct) if correct else 0.0
 
 
@@ -28,11 +28,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """Return 1 if the most frequent answer is right, else 0; the share of right ones among tied answers.
+    """Return the share of right results among the most frequent answers, tied ones included.
 
-    Args:
-        answers: normalised, so that equal answers compare equal; None (no answer found) does not vote
-        correct: the verifier's results; equal answers with different results count by their share"""
+    answers: normalised; None does not vote. correct: may differ between equal answers."""
     if len(answers) != len(correct):
         raise ValueError(f"majority@k: {len(answers)} answers, but {len(correct)} verdicts")
     votes = Counter(answer for answer in answers if answer is not None)
@@ -45,19 +43,19 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
 
 
 def ks_up_to(n: int) -> list[int]:
-    """Return the values of k for pass@k with n answers: powers of two, and n."""
+    """Return the k of pass@k for n answers: powers of two, and n."""
     return sorted({*(2**i for i in range(n.bit_length())), n})
 
 
 def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean score over problems; (0, 1) for a single problem.
 
-    scores: one per problem, in [0, 1], from `samples` answers each.
+    scores: one per problem, in [0, 1], from `samples` answers each. Raises ValueError if empty.
 
-    It is Wilson's interval (1927) with Student's t of n - 1, for the effective sample size m (1 - m) / (s^2 /
-    n), between n and n * samples (Korn and Graubard 1998). m and s^2 are mean and sample variance over the n
-    problems. Answers to one problem are dependent, so problems are the unit (Miller 2024, arXiv 2411.00640).
-    Unlike a bootstrap, it has a width even if all answers are right. Raises ValueError without a score."""
+    Wilson's interval (1927) with Student's t of n - 1, for the effective sample size m (1 - m) / (s^2 / n),
+    between n and n * samples (Korn and Graubard 1998). m and s^2: mean and sample variance over n problems,
+    the unit, as answers to one are dependent (Miller 2024, arXiv 2411.00640). Unlike a bootstrap's, its width
+    is never 0."""
     n = len(scores)
     if not n:
         raise ValueError("a confidence interval needs at least one score")
@@ -79,7 +77,7 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
 def _student(freedom: int) -> float:
     """Return the 0.975 quantile of Student's t: exact below 3, else by Abramowitz and Stegun 26.7.5.
 
-    The expansion is 0.12 % low at 3 and closer above."""
+    The expansion is at most 0.12 % low."""
     if freedom < 3:
         return (12.706204736, 4.302652730)[freedom - 1]
     z = 1.959963985
@@ -94,10 +92,9 @@ def _student(freedom: int) -> float:
 
 
 def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Return the sums for `explained_variance`, float64 [5], to be summed over ranks.
+    """Return tokens, then sum and sum of squares of returns and of returns - values, float64 [5].
 
-    They are tokens, and sum and sum of squares of the returns and of returns - values.
-    All [T]; mask: bool."""
+    To sum over ranks. All [T]; mask: bool."""
     target = returns[mask].double()
     error = target - values[mask].double()
     count = torch.tensor(float(target.numel()), dtype=torch.float64, device=target.device)
@@ -111,7 +108,7 @@ def explained_variance(sums: Tensor) -> float:
         return 0.0
     total, squares, error, error_squares = (x / count for x in rest)
     variance = squares - total * total
-    # Equal returns leave a rounding error instead of 0.
+    # Rounding error of equal returns.
     if variance <= 1e-12 * squares:
         return 0.0
     return 1.0 - max(error_squares - error * error, 0.0) / variance

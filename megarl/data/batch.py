@@ -1,4 +1,4 @@
-"""Batches of one step: RolloutBatch (all responses), TrainBatch (one replica), MicroBatch (one pass)."""
+"""Batches: RolloutBatch (a step), TrainBatch (a replica's share), MicroBatch (a forward pass)."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ _PARTS = ("tokens", "cu_seqlens", "response_mask")
 
 @dataclass
 class RolloutBatch:
-    """The n sequences of a step: columns, equal on every rank, and the tokens that this rank holds.
+    """The n sequences of a step: columns, equal on every rank, and this rank's tokens.
 
-    `parallel.delivery.deliver` brings tokens to the ranks that train on them.
-
-    lengths           int64 [n], all tokens: prompt, response and observations
-    response_lengths  int64 [n], tokens that the policy sampled
-    prompt_lengths    int64 [n], tokens of the prompt that a group shares
-    owners            int64 [n], rank that holds a sequence's tokens; None: every rank holds all
-    columns           name -> Tensor [n], as in TrainBatch
-    rows              int64 [m], ascending, sequences whose tokens are on this rank
-    own               these sequences, with columns [T] only; same column names on every rank
-    groups            sample groups behind the columns; empty if read from disk
-    errors            verifier errors -> count
-    records           on rank 0, row -> response for people to read
-    events            lines to show"""
+    lengths           int64 [n], prompt, response and observations
+    response_lengths  int64 [n], sampled tokens
+    prompt_lengths    int64 [n]
+    owners            int64 [n], rank with the tokens (see parallel/delivery.py); None: every rank has all
+    columns           name -> Tensor [n]
+    rows              int64 [m], ascending, sequences with tokens on this rank
+    own               these sequences, with columns [T] only, of the same names on every rank
+    groups            empty if read from disk
+    errors            verifier error -> count
+    records           on rank 0, row -> response to show"""
 
     lengths: Tensor
     response_lengths: Tensor
@@ -100,18 +97,17 @@ class TrainBatch:
 
     tokens         int64 [T], each prompt followed by its response
     cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool [T], True on sampled tokens, end-of-sequence included. Tokens before the first are the
-                   prompt; False tokens after it are observations
-    columns        name -> Tensor, [T] (per token) or [n] (per response)
+    response_mask  bool [T], True on sampled tokens, with end-of-sequence. False tokens before the first are
+                   the prompt, later ones observations
+    columns        name -> Tensor, [T] or [n]
 
     `training.batch.make_train_batch` sets these:
-    rows           int64 [n], row of each sequence in the RolloutBatch
+    rows           int64 [n], in the RolloutBatch
     mini_batches   the actor's micro-batches by mini-batch, in update order
-    critic_mini_batches  for each critic. They differ if it reads prompts only or skips
-                   unfinished responses, and with `critic.mini_batch`
+    critic_mini_batches  likewise, for each critic
 
-    `logprobs[t]` is log pi(tokens[t] | tokens before t). `values[t]` is V(s_t), of the state in which
-    tokens[t] was sampled. Both are 0 outside the response mask."""
+    `logprobs[t]` is log pi(tokens[t] | tokens before t), `values[t]` V of the state before tokens[t]; both 0
+    outside the mask."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -162,13 +158,13 @@ class TrainBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Sampled tokens of each sequence, int64 [n]."""
+        """Sampled tokens, int64 [n]."""
         none = torch.zeros_like(self.cu_seqlens[1:])
         return none.index_add_(0, self.sequence_ids, self.response_mask.long())
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Tokens before each first response token, int64 [n]; all tokens if there is none."""
+        """Tokens before the response, int64 [n]; all if it is empty."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(own[torch.searchsorted(own, start)], end) - start
@@ -177,7 +173,7 @@ class TrainBatch:
     def sampled_mask(self) -> Tensor:
         """Tokens that this step sampled, bool [T].
 
-        The optional column `prefix_tokens` [n] counts tokens of earlier steps (`rollout.window`)."""
+        Column `prefix_tokens` [n], if any, counts those of earlier steps (`rollout.window`)."""
         if "prefix_tokens" not in self:
             return self.response_mask
         so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
@@ -209,11 +205,11 @@ class TrainBatch:
         return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Expand one value per response [n] to [T]; 0 outside the response mask."""
+        """Expand [n] to [T]; 0 outside the mask."""
         return torch.where(self.response_mask, torch.repeat_interleave(values, self.lengths), 0)
 
     def totals(self, values: Tensor) -> Tensor:
-        """Sum one value per token [T] over each sequence, float64 [n]."""
+        """Sum values [T] over each sequence, float64 [n]."""
         sums = torch.zeros(self.num_sequences, dtype=torch.float64)
         return sums.index_add_(0, self.sequence_ids, values.double())
 
@@ -233,7 +229,7 @@ class TrainBatch:
     def build(
         prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], **columns: Tensor
     ) -> TrainBatch:
-        """Pack lists of token ids. `columns` must be packed already."""
+        """Pack lists of token ids. `columns` are already packed."""
         pairs = list(zip(prompts, responses, strict=True))
         cu_seqlens = torch.tensor([0] + [len(p) + len(r) for p, r in pairs]).cumsum(0)
         tokens = torch.tensor([t for p, r in pairs for t in (*p, *r)], dtype=torch.int64)
@@ -245,23 +241,22 @@ class TrainBatch:
 class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
-    Example: prompts a b and c with responses x y and z. Then tokens are a b x y c z, labels x y z,
-    logit_indices 1 2 4, at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
+    E.g. prompts a b and c, responses x y and z: tokens a b x y c z, labels x y z, logit_indices 1 2 4,
+    at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
 
     tokens, positions  int64 [1, t] on the device; t is a multiple that sequence parallelism and FP8 require
     packed             sequence boundaries for attention and routers
-    logit_indices      int64 [r], positions in the pack that predict the response tokens
+    logit_indices      int64 [r], positions in the pack that predict the labels
     labels             int64 [r], the response tokens
-    token_indices      int64 [r] on the host, positions of these tokens in the TrainBatch's columns [T]
-    at                 int64 [r] on the host, positions of the response tokens in the pack
+    token_indices      int64 [r] on the host, the labels' positions in the TrainBatch
+    at                 int64 [r] on the host, the labels' positions in the pack
     routing            the engine's experts, host [layers, t, topk] (model/routing.py)
+    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed
 
-    Under context parallelism, token_indices and at are the whole pack's. The other fields are this rank's,
-    with r padded to the same number on each rank, and two more are set:
+    Under context parallelism, token_indices and at are the whole pack's, other fields this rank's, with r
+    padded to the same number on each rank. Two more are set:
     cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
-    order              int64 [r], index of each response token in the concatenation over ranks
-
-    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed"""
+    order              int64 [r], index of each label in the concatenation over ranks"""
 
     tokens: Tensor
     positions: Tensor
@@ -276,7 +271,7 @@ class MicroBatch:
     others: Tensor | None = None
 
     def column(self, batch: TrainBatch, name: str) -> Tensor:
-        """Return a column at this micro-batch's response tokens, [r, ...] on the device."""
+        """Return a column at the labels, [r, ...] on the device."""
         return batch[name][self.token_indices].to(self.tokens.device)
 
 
@@ -300,7 +295,7 @@ def write_batch(path: Path, batch: TrainBatch) -> str:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
     try:
-        partial.unlink(missing_ok=True)  # safetensors would follow a link left there
+        partial.unlink(missing_ok=True)  # safetensors would follow a link
         save_file(tensors, partial, {"sha256": checksum})
         fsync(partial)
         os.replace(partial, path)
@@ -311,7 +306,7 @@ def write_batch(path: Path, batch: TrainBatch) -> str:
 
 
 def read_batch(path: Path, sha256: str | None = None) -> TrainBatch:
-    """Read a batch. Raises DataError if the file is damaged or its checksum is not `sha256`."""
+    """Read a batch. Raises DataError if it is damaged or its checksum is not `sha256`."""
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -1,4 +1,4 @@
-"""Render chat templates, with a time limit since they are programs, and find the end-of-turn token."""
+"""Render chat templates, which are untrusted programs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.data.limits import time_limit
 
 Message = Mapping[str, Any]
 
-MARK = "\ue000"  # private-use character that no text contains
+MARK = "\ue000"  # private-use character, in no text
 _USER: Message = {"role": "user", "content": "?"}
-SECONDS = 10.0  # limit of one rendering
+SECONDS = 10.0  # per rendering
 
 
 def render_chat(
@@ -35,12 +35,12 @@ def render_chat(
         variables: data.chat_template_kwargs
         generate: end with the start of the assistant's turn, or leave a last assistant message open
 
-    Raises ConfigError for a template that may not end, and any error of the template."""
+    Raises the template's errors, and ConfigError if it may not end."""
     template = tokenizer.chat_template
     name = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     for source in template.values() if isinstance(template, dict) else [template]:
         if _has_power(source):
-            # time_limit cannot interrupt one operation of Python.
+            # time_limit cannot interrupt a single operation.
             raise ConfigError(f"{name} computes powers (`**`), which may never end (take it out)")
     resumes = generate and bool(messages) and messages[-1].get("role") == "assistant"
     with time_limit(SECONDS, name):
@@ -66,7 +66,7 @@ def _has_power(source: str | None) -> bool:
 class ChatTemplate:
     """A tokenizer's chat template and its control tokens.
 
-    control: token -> its text; named: pattern of these texts; closing: tokens that end an assistant's turn"""
+    control: token -> text; named: pattern of these texts; closing: tokens that end an assistant's turn"""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.tools, self.variables = tokenizer, list(tools), variables
         source = str(tokenizer.chat_template)
-        # Qwen's <tool_call> is a control token, though not special.
+        # Qwen's <tool_call> is not special.
         self.control = {
             i: token.content
             for i, token in tokenizer.added_tokens_decoder.items()
@@ -90,9 +90,7 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> int | None:
-        """The token that ends an assistant's turn, or None.
-
-        GLM's template writes none; there it is the token that starts a user's turn."""
+        """The token that ends an assistant's turn, in GLM's template the start of a user's turn; or None."""
         if self.closing:
             return self.closing[-1]
         following = self.encode(self.text_behind([_USER]))[:1]
@@ -111,13 +109,13 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses {roles}: {first_line(error)}") from error
 
     def text_behind(self, messages: Sequence[Message], mark: str = MARK, generate: bool = True) -> str:
-        """Return the text after an assistant's turn that is followed by `messages`.
+        """Return the text after an assistant's message that precedes `messages`.
 
         Args:
-            mark: a character that the messages do not contain
+            mark: a character absent from the messages
             generate: include the start of the assistant's next turn
 
-        Raises ValueError if the template omits the assistant's message."""
+        Raises ValueError if the template omits the message."""
         content = f"{mark}said{mark}"
         turns = [_USER, {"role": "assistant", "content": content}, *messages]
         _, found, behind = self.render(turns, generate).partition(content)
@@ -126,9 +124,7 @@ class ChatTemplate:
         return behind
 
     def encode(self, text: str, first: bool = False) -> list[int]:
-        """Tokenize a part of the template's text.
-
-        Some tokenizers add a space before a text, which only the `first` part gets."""
+        """Tokenize part of a rendered text. Only the `first` gets the space that some tokenizers prepend."""
         before = "" if first else self.tokenizer.eos_token or ""
         tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
         return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)

@@ -1,4 +1,4 @@
-"""Find prompt, reference answer and response in a row, in the columns that trainers use."""
+"""Find a row's prompt, reference answer and response in common columns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megarl.config.schema import DataConfig
 
 Messages = list[dict[str, str]]
 
-# Tried in any case if the configured column is absent: those of GSM8K, MATH and AIME.
+# Tried, ignoring case, if the configured column is absent (GSM8K, MATH, AIME).
 _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "solution"
-# TRL: a whole conversation, and the text after a prompt.
+# TRL: a conversation, and the text after a prompt.
 _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
@@ -27,7 +27,7 @@ MAX_RESPONSE = 1 << 22
 
 
 class UnusableRow(Exception):
-    """`reason` groups rows in the report, `detail` is about this row."""
+    """Reports group by `reason`; `detail` is about this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return the possible columns; a dotted key also by its first part."""
+    """Return possible columns; a dotted key also by its first part."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)
@@ -47,7 +47,7 @@ def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of column `key`, else of the dotted path `key`."""
+    """Return the value of column `key`, else at the dotted path `key`."""
     value = row.get(key)
     if value is None:
         value = row
@@ -59,9 +59,9 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 def _find_column(
     row: Mapping[str, Any], key: str, others: Sequence[str], setting: str, path: Path
 ) -> tuple[str, Any]:
-    """Return (column, value) of `key`, else of one of `others` in any case, else (key, None).
+    """Return (column, value) of `key`, else of one of `others`, else (key, None).
 
-    Raises DataError if two of the others differ."""
+    Raises DataError if two others differ."""
     if (value := value_at(row, key)) is not None:
         return key, value
     found = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
@@ -135,7 +135,7 @@ def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, 
 
 
 def last_question(prompt: str | Messages) -> str:
-    """Omit examples and system texts before the last user message."""
+    """Return the last user message, or a text prompt."""
     if isinstance(prompt, str):
         return prompt
     asked = [message["content"] for message in prompt if message["role"] == "user"]
@@ -143,7 +143,7 @@ def last_question(prompt: str | Messages) -> str:
 
 
 def find_response(row: Mapping[str, Any], key: str, path: Path) -> str:
-    """Return the response of a supervised pair, unchanged. Raises UnusableRow."""
+    """Return a supervised pair's response, unchanged. Raises UnusableRow."""
     value = value_at(row, key)
     if value is None:
         _, value = _find_reply(row, "supervised.response_key", path)
@@ -164,8 +164,8 @@ def _after_marker(text: str) -> str:
 def final_answer(solution: str) -> str | None:
     r"""Return the answer in a worked solution, or None.
 
-    It is the last `\boxed{}`, else the text after GSM8K's `####`, else the whole text, if that is one formula
-    or one word (TRL's `$\frac{1}{2}$` and `True`)."""
+    It is the last `\boxed{}`, else the text after `####` (GSM8K), else the text if it is one formula or word
+    (TRL)."""
     text = solution.strip()
     if (boxed := plugin("megarl.answers", "boxed")(text)) is not None:
         return boxed
@@ -177,11 +177,9 @@ def final_answer(solution: str) -> str | None:
 
 
 def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
-    """Return (column, text) of a problem's reference answer.
+    """Return (column, text) of the reference answer.
 
-    In columns of WORKED it is the `final_answer`; `solution` is tried first. In others it is the text after
-    GSM8K's `####`, if any.
-
+    Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
     Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
     nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")

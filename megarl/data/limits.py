@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 
 from megarl.config.errors import ConfigError
 
-MEMORY = 1 << 30  # bytes to render a conversation or decode a batch of rows
+MEMORY = 1 << 30  # bytes per rendering or decoded batch of rows
 _STATM = Path("/proc/self/statm")
-_ONE_THREAD = threading.RLock()  # the limit is process-wide; two threads would overwrite each other's
+_ONE_THREAD = threading.RLock()  # the limit is process-wide
 
 
 @contextmanager
 def memory_limit(size: int = MEMORY) -> Iterator[None]:
     """Raise MemoryError if the block allocates more than `size` bytes; no effect without /proc.
 
-    One thread at a time enters the block. It may be nested."""
+    Other threads wait; blocks may be nested."""
     with _ONE_THREAD:
         before = resource.getrlimit(resource.RLIMIT_DATA)
         if _STATM.exists():
@@ -38,7 +38,7 @@ def memory_limit(size: int = MEMORY) -> Iterator[None]:
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Raise ConfigError `what ...` if the block takes more than `seconds`.
 
-    No limit outside the main thread, which alone receives signals."""
+    Only in the main thread, which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Pack sequences into micro-batches and balance them over ranks, from their lengths alone."""
+"""Pack sequences into micro-batches and balance them over ranks by length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Divide into micro-batches of at most `max_tokens`, or one longer sequence, as indices.
 
-    Best fit decreasing: longest first in and among micro-batches. Portable attention handles similar adjacent
-    lengths in one call. The order of `lengths` does not change which share a micro-batch."""
+    Best fit decreasing: longest first within and among micro-batches, since portable attention handles
+    similar adjacent lengths in one call."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
@@ -37,10 +37,10 @@ def pack_groups(
 ) -> list[list[list[int]]]:
     """Return micro-batches in which each prompt stands once before its responses.
 
-    A micro-batch is a list of families; a family is a list of indices into `responses`. Responses that do not
-    fit after one prompt get another copy of it.
+    A micro-batch is a list of families: indices of responses after one copy of their prompt. A group that
+    exceeds `max_tokens` has several families.
 
-    prompts, responses: tokens of each sequence's parts; groups: equal for the same prompt"""
+    prompts, responses: tokens of each sequence's parts; groups: one number per prompt"""
     members: dict[int, list[int]] = {}
     for index, number in enumerate(groups):
         members.setdefault(number, []).append(index)
@@ -62,8 +62,8 @@ def pack_groups(
 def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return each token's context-parallel rank and position there, int64 [t] each.
 
-    Every sequence must have a multiple of 2 * cp tokens. Rank r gets chunks r and 2 * cp - 1 - r, which
-    balances causal pairs. Same as Transformer Engine's thd_get_partitioned_indices."""
+    Sequences must have a multiple of 2 * cp tokens. To balance causal attention, rank r gets chunks r and
+    2 * cp - 1 - r, as in Transformer Engine's thd_get_partitioned_indices."""
     chunk = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
     sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
@@ -76,7 +76,7 @@ def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return one ascending list of indices into `costs` per rank, with nearly equal sums.
 
-    The most expensive item left goes to the least loaded rank. Every rank gets an item if possible."""
+    Greedy: most expensive item first, to the least loaded rank. Every rank gets one if possible."""
     if ranks < 1:
         raise ValueError(f"ranks must be >= 1 (got {ranks})")
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -93,8 +93,8 @@ def balance_groups(
 ) -> list[list[int]]:
     """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
-    Groups stay whole or split in halves, quarters and so on, whichever makes the slowest rank fastest.
-    Arguments as for `pack_groups`, with costs."""
+    All groups stay whole or split in halves, quarters and so on, to minimise the highest cost. Arguments: as
+    `pack_groups`, but costs."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
@@ -114,16 +114,16 @@ def balance_groups(
 
 
 def cost(lengths: Sequence[int], even: float) -> list[float]:
-    """Return the cost of each sequence's forward and backward pass, l + l^2 / even.
+    """Return each sequence's compute l + l^2 / even, in units of one token's linear layers.
 
-    The unit is one token's linear layers. even: see `even_length`."""
+    even: see `even_length`."""
     return [length + length * length / even for length in lengths]
 
 
 def even_length(*models: tuple[int, int]) -> float:
-    """Return the length l at which causal attention and linear layers cost the same FLOPs.
+    """Return the length l at which causal attention and linear layers cost equal FLOPs.
 
-    models: (matrix parameters P, query width w) of each model; w = heads * head_dim, summed over layers.
+    models: (matrix parameters P, query width w = heads * head_dim, summed over layers) each.
 
-    Linear layers take 2 P l, and attention 2 w l^2 for scores and weighted sums, so l = P / w."""
+    Linear layers take 2 P l, attention 2 w l^2 (scores and weighted sums), so l = P / w."""
     return sum(parameters for parameters, _ in models) / sum(width for _, width in models)

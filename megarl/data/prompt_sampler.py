@@ -1,4 +1,4 @@
-"""Order of prompts: shuffled once an epoch, the same in every process and library version."""
+"""Order of prompts, the same in every process and library version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.config.errors import CheckpointError
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    """Return a permutation of range(num_prompts) that depends on the three numbers alone."""
+    """Return a permutation of range(num_prompts) that depends on the arguments alone."""
 
     def key(index: int) -> bytes:
         return blake2b(b"%d:%d:%d" % (seed, epoch, index), digest_size=16).digest()
@@ -18,9 +18,9 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
 
 
 class PromptSampler:
-    """Sample the indices 0 .. num_prompts - 1 without replacement, epoch after epoch.
+    """Sample prompt indices without replacement, epoch after epoch. Raises ValueError without prompts.
 
-    content: checksum of the prompts, which a resumed run must share. Raises ValueError without prompts."""
+    content: checksum of the prompts, for resumed runs"""
 
     def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
         if num_prompts < 1:
@@ -35,7 +35,7 @@ class PromptSampler:
             self._order = epoch_order(self.num_prompts, self.seed, epoch)
 
     def take(self, n: int) -> list[int]:
-        """They may span several epochs."""
+        """Return the next indices, which may span epochs."""
         taken: list[int] = []
         while len(taken) < n:
             if self.position == self.num_prompts:
@@ -50,7 +50,7 @@ class PromptSampler:
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state. Raises CheckpointError if prompts or seed differ."""
+        """Restore a state. Raises CheckpointError if it is invalid or of other prompts, seed or shuffle."""
         for name, key in (("num_prompts", "data.train"), ("seed", "seed"), ("shuffle", "data.shuffle")):
             if state.get(name) != getattr(self, name):
                 raise CheckpointError(

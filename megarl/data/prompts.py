@@ -1,4 +1,4 @@
-"""Prompts and supervised pairs: read rows, apply the template, tokenize, and report rejected rows."""
+"""Prompts and supervised pairs: read, template and tokenize rows."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ CHARACTERS_PER_TOKEN = 100  # per data.max_prompt_tokens; longer prompts are not
 class Prompt:
     """One problem.
 
-    uid       hash of its text, the same in every run; seeds derive from it
-    text      the model's input, with the template applied
-    question  last user message, or the prompt without its template; for people to read
-    source    the row's data_source
-    answer    reference answer; "" if a task of reasoning-gym has none
-    entry     data for reasoning-gym's scorer; "": reward.verifier scores the response"""
+    uid       `prompt_uid`, the same in every run; seeds derive from it
+    text      templated prompt
+    question  last user message, or untemplated prompt
+    source    data_source, or task of reasoning-gym
+    answer    reference; "" if reasoning-gym has none
+    entry     for reasoning-gym's scorer; "": reward.verifier grades"""
 
     uid: int
     text: str
@@ -69,17 +69,17 @@ class Prompt:
 
     @property
     def source_name(self) -> str:
-        """Metrics' name of the data_source."""
+        """The source in metrics."""
         return re.sub(r"[^\w.+-]+", "_", self.source).strip("_") or "unnamed"
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Held-out problems that are evaluated together.
+    """Problems that are evaluated together.
 
-    name       prefix of their scores; "": scores by data_source
+    name       prefix of scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
-    questions  all, also of rows beyond evaluation.max_problems"""
+    questions  all, even beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -89,13 +89,13 @@ class ProblemSet:
 
 
 def prompt_uid(text: str, answer: str) -> int:
-    """Return a 63-bit hash of a problem: its text before any template, and its answer."""
+    """Return a 63-bit hash of an untemplated text and its answer."""
     digest = blake2b(f"{len(text)}:{text}{answer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def checksum_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of problems in order: their uids, tokens and answers."""
+    """Return the SHA-256 of uids, tokens and answers."""
     digest = sha256()
     for prompt in prompts:
         digest.update(repr((prompt.uid, prompt.tokens, prompt.answer)).encode())
@@ -104,7 +104,7 @@ def checksum_prompts(prompts: Iterable[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """`row` counts from 1; the report groups by `reason`."""
+    """`row` counts from 1. Reports group by `reason`."""
 
     file: str
     row: int
@@ -114,10 +114,10 @@ class RejectedRow:
 
 @dataclass
 class ReadReport:
-    """Counts of rows: kept + duplicates + rejected = the sum of `rows`, which are per file.
+    """Counts of rows: kept + duplicates + rejected = the sum of `rows` over files.
 
-    duplicates  rows whose prompt and answer an earlier row has
-    warned      rows in use that look wrong"""
+    duplicates  rows with the prompt and answer of an earlier row
+    warned      rows that look wrong"""
 
     rows: dict[str, int] = field(default_factory=dict)
     kept: int = 0
@@ -126,7 +126,7 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return the sums, then each reason with its first `shown` rows."""
+        """Return the sums, then reasons with `shown` examples."""
         found = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
@@ -158,7 +158,7 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class _Row:
-    """A usable row before templating. `target`: the answer, or the response of a pair."""
+    """A row before templating. `target`: the answer, or a pair's response."""
 
     file: str
     number: int
@@ -170,12 +170,11 @@ class _Row:
     entry: str = ""
 
 
-# by their name in reports
 _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 
 def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
-    """Return the sources of entries with the keys `key[0]`, `key[1]`, ..."""
+    """Open the entries `key[0]`, `key[1]`, ..."""
     found = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
     gym = {name: entry.gym for name, entry in found.items() if entry.gym}
     generated: dict[str, list[GeneratedRow]] = {name: [] for name in gym}
@@ -195,16 +194,13 @@ def read_prompts(
 ) -> tuple[list[Prompt], ReadReport]:
     """Read the problems of all entries in order, without duplicates of prompt and answer.
 
-    Unusable rows (no prompt or answer, wrong type, malformed, too long) are only reported.
-
     Args:
-        held_out: Sets whose questions are left out of generated rows.
-        key: Config key of `entries`.
-        opening: Replaces each prompt's tokens, unless empty.
+        held_out: generated rows with questions of these sets are rejected
+        opening: replaces each prompt's tokens, unless empty
 
     Raises:
-        DataError: A file is missing, malformed or without a usable row.
-        ConfigError: The tokenizer has no chat template. Also the errors of `generate`."""
+        DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
+        ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
     questions = frozenset[str]().union(*(one.questions for one in held_out))
     _check_template(data, tokenizer)
     return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
@@ -246,11 +242,10 @@ def read_problem_sets(
     tools: Tools = (),
     opening: tuple[int, ...] = (),
 ) -> tuple[list[ProblemSet], dict[str, ReadReport]]:
-    """Read data.eval: one set per name; entries without a name share one set per (samples, every).
+    """Read data.eval: one set per (name, samples, every).
 
-    Returns the sets in the order of their first entries, and their reports. Raises the errors of
-    read_prompts, and ConfigError if a name is also the data_source of an unnamed entry: both would use the
-    same metric."""
+    Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
+    ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
     together: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         own = entry.name or "", entry.samples or evaluation.samples, entry.every
@@ -283,7 +278,7 @@ def read_pairs(
 ) -> list[Pair]:
     """Read (prompt tokens, response tokens with end-of-sequence) of all files in order, with duplicates.
 
-    Fills `report`. Raises the errors of read_prompts."""
+    Fills `report`. Raises as `read_prompts`."""
     _check_template(data, tokenizer)
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
@@ -306,13 +301,13 @@ def validate_files(
     tokenizer: PreTrainedTokenizerBase | None = None,
     tools: Tools = (),
 ) -> list[str | Reference]:
-    """Check that every entry of `data` has a usable row, before ranks start.
+    """Check, before ranks start, that every entry of `data` has a usable row.
 
-    Reads each file up to its first usable row. Checks that need a missing `tokenizer` are skipped.
-    `response_key` is for recipe sft, whose training rows need a response instead of an answer.
+    Reads files up to that row, and tokenizes only with a `tokenizer`. Recipe sft has a `response_key`, for
+    training rows with a response instead of an answer.
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
-    Raises DataError naming the file, or ConfigError."""
+    Raises DataError or ConfigError."""
     _check_template(data, None)
     references: list[str | Reference] = []
 
@@ -343,9 +338,9 @@ def validate_files(
 
 
 def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
-    """Return the `names` that are the data_source (of generated rows: the task) of no row of data.train.
+    """Return the `names` that are the data_source or generated task of no row of data.train.
 
-    Reads files that `validate_files` has checked, until all names are found."""
+    Requires `validate_files`."""
     absent: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
@@ -388,9 +383,7 @@ def _usable_rows(
     response_key: str | None = None,
     held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
-    """Yield usable rows and report the others. Raises DataError after a source without a usable row.
-
-    held_out: questions that are left out of generated rows"""
+    """Yield usable rows, report the others. Raises DataError after a source without a usable row."""
     columns = columns_to_read(data, response_key)
     for name, source in sources.items():
         usable = False
@@ -433,7 +426,7 @@ def _generated_row(row: GeneratedRow, number: int, held_out: frozenset[str]) -> 
         raise UnusableRow(*row.problem)
     if row.question in held_out:
         raise UnusableRow("is a question of data.eval", row.task)
-    # Not from `entry`, which contains the row's number.
+    # `entry` contains the row's number.
     uid = prompt_uid(row.question, f"{row.task}: {row.answer}")
     extra: dict[str, object] = {"index": row.index}
     return _Row(row.key, number, uid, row.prompt, row.answer, row.task, extra, row.entry)
@@ -456,11 +449,9 @@ def _tokenize(
     report: ReadReport,
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
-    """Yield non-empty batches of (row, templated text, tokens); report unusable rows.
-
-    The first batch is one row, so a caller that needs one does not wait for others."""
-    # A chat template writes special tokens itself. A raw prompt gets only leading ones; trailing ones would
-    # separate prompt and response.
+    """Yield batches of (row, templated text, tokens), the first of one row; report unusable rows."""
+    # Chat templates write special tokens. A raw prompt gets only the tokenizer's leading ones: trailing ones
+    # would separate prompt and response.
     begin = () if data.template == "chat" else _leading_special_tokens(tokenizer)
     longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
     limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
@@ -515,7 +506,7 @@ def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 def _apply_template(
     row: _Row, data: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools, report: ReadReport
 ) -> str:
-    """Return the model's input for a row. Raises UnusableRow if the template fails."""
+    """Return the model's input. Raises UnusableRow if the template fails."""
     prompt = row.prompt
     if isinstance(prompt, str):
         prompt = data.prompt_format.replace("{prompt}", prompt)

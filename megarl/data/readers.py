@@ -1,4 +1,4 @@
-"""Readers of data files, by suffix, with limits against files made to exhaust memory."""
+"""Readers of data files, by suffix, with limits against memory exhaustion."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarl.data.limits import MEMORY, memory_limit
 
 MAX_LINE = 16 << 20  # bytes of a line of jsonl
 _BATCH, _BATCH_BYTES = 4096, 64 << 20  # rows and declared bytes of a parquet batch
-# Limit of a decoded parquet file: EXPANSION times its size on disk, plus _EXPANSION_FREE bytes. A value that
-# is stored once can stand in a billion rows.
+# Limit of a decoded parquet file: EXPANSION times its size, plus _EXPANSION_FREE bytes. A billion rows may
+# share one stored value.
 EXPANSION, _EXPANSION_FREE = 1000, 64 << 20
-_ROW_BYTES = 100  # minimum memory of a row in a report
+_ROW_BYTES = 100  # least memory of a reported row
 
 
 def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (number, row) of one file; an invalid row is a string, the reason.
+    """Yield (number, row) of a file; an invalid row is a string, the reason.
 
-    Rows count from 1; in jsonl they are lines. Of a parquet file only `columns` are read, in any case.
-    Raises DataError for a missing, unreadable or empty file, or another format."""
+    Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case.
+    Raises DataError for a missing, unreadable or empty file."""
     if not path.is_file():
         missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
         raise DataError(f"{path}: {missing}")
@@ -52,7 +52,7 @@ def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str,
                 continue
             try:
                 row = json.loads(line)
-                if b"\\u" in line:  # JSON can spell half a surrogate pair, which no tokenizer accepts
+                if b"\\u" in line:  # perhaps half a surrogate pair, which no tokenizer accepts
                     json.dumps(row, ensure_ascii=False).encode()
             except UnicodeEncodeError:
                 yield number, "text is not Unicode"
@@ -63,7 +63,7 @@ def _jsonl(path: Path, _: Sequence[str] | None) -> Iterator[tuple[int, dict[str,
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yield None for a line over MAX_LINE, which is never in memory as a whole."""
+    """Yield None for a line over MAX_LINE, without holding it in memory."""
     while line := file.readline(MAX_LINE + 1):
         if len(line) <= MAX_LINE or line.endswith(b"\n"):
             yield line
@@ -82,7 +82,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
-        # A failed allocation in a thread of Arrow's would end the process.
+        # A failed allocation in Arrow's threads would end the process.
         batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
         number, decoded, size_on_disk = 0, 0, path.stat().st_size
         while True:
@@ -105,7 +105,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, d
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
-    """A row whose text is not UTF-8 becomes the reason."""
+    """Convert; a row that is not UTF-8 becomes the reason."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError:
@@ -114,6 +114,6 @@ def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:
         return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1))]
 
 
-# (path, wanted columns) -> rows as `file_rows` yields them
+# (path, columns) -> as `file_rows`
 Reader = Callable[[Path, Sequence[str] | None], Iterator[tuple[int, dict[str, Any] | str]]]
 READERS: dict[str, Reader] = {".parquet": _parquet, ".jsonl": _jsonl}

@@ -1,4 +1,4 @@
-"""The text of a response, and the tokens that end it."""
+"""Texts and end tokens of responses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from megarl.data.limits import memory_limit
 
 
 def end_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response.
-
-    The tokenizer's end-of-sequence token, and those in generation_config.json and config.json."""
+    """Return the end-of-sequence tokens of the tokenizer, generation_config.json and config.json."""
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *_configured_ends(str(tokenizer.name_or_path)))))
 
 
@@ -41,7 +39,7 @@ def policy_text(tokenizer: Any, tokens: Sequence[int]) -> str:
 def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
     """Decode responses without padding and end tokens.
 
-    Other special tokens stay: verifiers and parsers look for `<answer>` and `<tool_call>`."""
+    Others stay, for verifiers and parsers: `<answer>`, `<tool_call>`."""
     hidden = _hidden(tokenizer)
     shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
     return list(tokenizer.batch_decode(shown, skip_special_tokens=False))
@@ -61,9 +59,7 @@ def check_end_of_turn(
 ) -> None:
     """Raise ConfigError if the chat template's end-of-turn token does not end a response.
 
-    Args:
-        stop: rollout.stop
-        variables: data.chat_template_kwargs"""
+    stop: rollout.stop; variables: data.chat_template_kwargs"""
     with suppress(ValueError), memory_limit():
         check_end(ChatTemplate(tokenizer, variables=variables), stop)
 

@@ -1,7 +1,7 @@
-"""Samples: responses on their way from the engine to the update.
+"""Samples: responses between engine and update.
 
-A `Sample` is small and goes to every rank. Its `TokenData` stays on the engine's rank until the training
-rank is known."""
+A small `Sample` goes to every rank. Its `TokenData` stays on the engine's rank until the training rank is
+known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.observe.run_log import OBSERVED, POLICY
 if TYPE_CHECKING:
     from megarl.data.prompts import Prompt
 
-# Per-token columns of TokenData. Rewards are float64, since their sum is the sample's reward.
+# Per-token columns. Rewards are float64, because they are summed.
 DTYPES: dict[str, Any] = {
     "tokens": np.int32,
     "logprobs": np.float32,
@@ -35,13 +35,13 @@ def _empty() -> np.ndarray:
 
 
 class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All tokens of a response, or of its first part, from an engine.
+    """The tokens of a response, possibly partial.
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
     logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
                      0 for observations
     finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
-    policy_versions  int32 [num_tokens], weights that sampled each token; None: the group's, or unknown
+    policy_versions  int32 [num_tokens], of the sampling weights; None: the group's, or unknown
     routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
     turn_rewards     float64 [num_tokens], each turn's reward on its last token
@@ -78,14 +78,14 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def first(self, count: int, prompt_length: int) -> TokenData:
         """Return the first `count` tokens, without the journal.
 
-        prompt_length: prompt tokens, which also have entries in `routed_experts`"""
+        prompt_length: for `routed_experts`"""
         columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
         return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
 
     def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
-        """Append an observation and the policy's next turn. All columns must exist."""
+        """Append an observation and the next turn. All columns must exist."""
         assert turn.policy_versions is not None
         shown = len(observed)
         added: dict[str, Any] = {
@@ -102,21 +102,20 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One response to a prompt. Grading sets `score`, `reward` and related fields.
+    """One response to a prompt.
 
     owner             rank whose engine generated it, counted among ranks with engines
-    num_sampled       tokens that the policy sampled
     finish_reason     "stop", "length", or "window" (continues in the next step)
     correct           as in Verdict; likewise extracted, error, score, terms and graded
-    reward            input of the advantages: score, reward terms and overlong penalty combined
-    overlong_penalty  soft overlong punishment, <= 0
-    reflects          whether its text has one of `log.reflection_words`; None: no words configured
-    oldest_version    lowest policy version of its sampled tokens; None: the group's
+    reward            score, reward terms and overlong penalty combined
+    overlong_penalty  <= 0
+    reflects          whether the text has one of `log.reflection_words`; None: none configured
+    oldest_version    lowest policy version of sampled tokens; None: the group's
     experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
-    id                unique within a run; 0: not needed any more
-    num_tokens        tokens after the prompt, with observations; 0 means `num_sampled`
-    prefix_tokens     tokens that earlier steps sampled (`rollout.window`)
-    data              its tokens; None on every rank but the owner"""
+    id                unique within a run; 0: no longer needed
+    num_tokens        with observations; 0 means `num_sampled`
+    prefix_tokens     sampled by earlier steps (`rollout.window`)
+    data              None on every rank but the owner"""
 
     owner: int
     num_sampled: int
@@ -145,7 +144,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """Build a sample from tokens and further fields."""
+        """Build a sample from its tokens."""
         sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -168,11 +167,11 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_partial(self) -> bool:
-        """True if it continues in the next step. Until then it is ungraded, with reward 0."""
+        """True if it continues in the next step, so far ungraded with reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:
-        """Return [POLICY or OBSERVED, text] for each part; None without observations."""
+        """Return [POLICY or OBSERVED, text] of each part; None without observations."""
         if self.data is None or self.data.is_sampled is None or self.data.is_sampled.all():
             return None
         tokens, is_sampled = self.data.tokens, self.data.is_sampled
@@ -185,7 +184,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass
 class SampleGroup:
-    """All samples of one prompt. policy_version: of the weights that generated them."""
+    """All samples of one prompt. policy_version: of the sampling weights."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -193,7 +192,7 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Return the graded samples to train on: none if just one of several, which lacks a comparison."""
+        """Graded samples to train on: none if only one of several, which lacks a comparison."""
         graded = [sample for sample in self.samples if sample.graded]
         return graded if len(graded) > 1 or len(self.samples) == 1 else []
 
@@ -203,7 +202,7 @@ class SampleGroup:
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether 0 < num_correct < group size (DAPO eq. 11)."""
+        """True if 0 < num_correct < number of counted samples (DAPO eq. 11)."""
         return 0 < self.num_correct < len(self.counted)
 
     @property
@@ -212,7 +211,7 @@ class SampleGroup:
         return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
 
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
-        """Return a copy with tokens from `data_by_id`."""
+        """Return a copy with tokens."""
         samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)
 

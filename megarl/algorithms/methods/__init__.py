@@ -1,4 +1,4 @@
-"""The methods beyond PPO's loss, one file each. `megarl.config.methods` lists them.
+"""Formulas of methods beyond PPO, listed in `megarl.config.methods`.
 
-A file has the formulas alone, on packed tensors. What a method does with ranks is in megarl/training/methods.
+Their work across ranks is in megarl/training/methods.
 """

@@ -1,6 +1,6 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617): tokens of high covariance are left out or held back.
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): tokens of high covariance are masked or penalised.
 
-megarl/training/methods/covariance.py selects them among the tokens of the whole mini-batch.
+megarl/training/methods/covariance.py selects them in the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def clip_cov(t: Tokens) -> Objective:
 
 
 def kl_cov(t: Tokens, kl_weight: float) -> Objective:
-    """Return r_t A_t, not clipped, less kl_weight |log r_t| on the selected tokens.
+    """Return r_t A_t, unclipped, minus kl_weight |log r_t| on the selected tokens.
 
-    The estimate of the KL is that of the authors' code (PRIME-RL/Entropy-Mechanism-of-RL).
+    The KL estimate is that of PRIME-RL/Entropy-Mechanism-of-RL.
     """
     assert t.selected is not None
     penalty = kl_weight * t.ratio.log().abs() * t.selected

@@ -1,5 +1,4 @@
-"""DPPO (arXiv 2602.04879): a trust region by how far probabilities moved, as its authors' code has it
-(sail-sg/Stable-RL)."""
+"""DPPO (arXiv 2602.04879; sail-sg/Stable-RL): a trust region on probabilities instead of ratios."""
 
 from __future__ import annotations
 
@@ -10,21 +9,21 @@ from megarl.algorithms.losses import Objective, Tokens
 
 
 def dppo_tv(t: Tokens, ratio_cap: float) -> Objective:
-    """Return `_objective` by the total variation: DPPO-Binary-TV, with further tokens DPPO-TopK-TV."""
+    """Return `_objective` by the total variation: DPPO-Binary-TV, or DPPO-TopK-TV."""
     new, old = (logprobs.exp() for logprobs in _compared_logprobs(t))
     return _objective(t, ratio_cap, (new - old).abs().sum(-1) / 2)
 
 
 def dppo_kl(t: Tokens, ratio_cap: float) -> Objective:
-    """Return `_objective` by KL(pi_old || pi): DPPO-Binary-KL, with further tokens DPPO-TopK-KL."""
+    """Return `_objective` by KL(pi_old || pi): DPPO-Binary-KL, or DPPO-TopK-KL."""
     new, old = _compared_logprobs(t)
     return _objective(t, ratio_cap, (old.exp() * (old - new)).sum(-1))
 
 
 def _compared_logprobs(t: Tokens) -> list[Tensor]:
-    """Return log pi and log pi_old, [T, 2 + k]: of the token, the top-k tokens, and all others.
+    """Return log pi and log pi_old, [T, 2 + k], of the token, the top-k tokens, and all others.
 
-    The probability of all others is at least 1e-8. Rounding could leave less than 0.
+    The others' probability is at least 1e-8, since rounding could make it negative.
     """
     both = []
     for own, further in zip(
@@ -37,10 +36,10 @@ def _compared_logprobs(t: Tokens) -> list[Tensor]:
 
 
 def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
-    """Return min(r_t, ratio_cap) A_t log pi_t, no gradient through the ratio; 0 outside the region.
+    """Return min(r_t, ratio_cap) A_t log pi_t without gradient through the ratio; 0 outside the region.
 
-    A token is outside if it moved in the direction of A_t and the divergence [T] exceeds clip_high (A_t > 0)
-    or clip_low (A_t <= 0).
+    A token is outside if its probability moved in the direction of A_t and the divergence [T] exceeds
+    clip_high (A_t > 0) or clip_low (A_t <= 0).
     """
     moved = t.logprobs.detach() - t.old_logprobs
     low = (divergence > t.clip_low) & (moved < 0) & (t.advantage <= 0)

@@ -1,4 +1,4 @@
-"""FIPO (arXiv 2603.19835), as its authors' code has it: tokens that led to likelier tokens count more."""
+"""FIPO (arXiv 2603.19835, as in its authors' code): tokens whose successors became more likely count more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.algorithms.losses import Objective, Tokens, ppo
 
 
 def fipo(t: Tokens, half_life: float, low: float, high: float, limit: float) -> Objective:
-    """Return PPO's objective with advantages multiplied by `future_factors`."""
+    """Return PPO's objective with advantages times `future_factors`."""
     assert t.log_ratio is not None and t.counted is not None and t.sequence_ids is not None
     factors = future_factors(
         *(t.log_ratio, t.advantage, t.sequence_ids), half_life=half_life, low=low, high=high, limit=limit
@@ -34,18 +34,17 @@ def future_factors(
 ) -> Tensor:
     """Return f_t = clip(exp F_t, low, high), F_t = sum over k >= t of 2^(-(k - t) / half_life) log r_k.
 
-    k goes up to the response's end. Tokens of r_k > `limit` are left out of the sum. If A_t < 0 at such a
-    token, f_t is within [0.8, 1] there (1 if `low` is, as by default): a token that is far off already is
-    not pushed further.
+    k ends with the response. The sum omits tokens with r_k > `limit`. Such a token with A_t < 0 has f_t
+    within [0.8, 1] (1 if `low` is 1, the default), so that it is not pushed further.
 
     Args:
-        log_ratio: log r_t, float64 [T], 0 where a token does not count.
+        log_ratio: log r_t, float64 [T], 0 on uncounted tokens.
         advantage: A_t, float64 [T].
-        sequence_ids: int [T]; the tokens of a sequence stand together.
+        sequence_ids: int [T]; the tokens of a sequence are contiguous.
     """
     beyond, decay, step = log_ratio > math.log(limit), 2 ** (-1 / half_life), 1
     future = torch.where(beyond, 0.0, log_ratio)
-    # `future` sums over `step` tokens; each round doubles that.
+    # `future` sums over `step` tokens, which each round doubles.
     while bool((same := sequence_ids[step:] == sequence_ids[:-step]).any()):
         later = torch.where(same, future[step:], 0.0)
         future = torch.cat([future[:-step] + decay**step * later, future[-step:]])

@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): each part of the reward is normalised by itself."""
+"""GDPO (arXiv 2601.05242): normalise each part of the reward separately."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.algorithms.advantages import (
 
 
 def per_reward_advantages(r: Responses) -> Tensor:
-    """Return advantages from the parts of the rewards, [n], 0 where a response is not counted.
+    """Return advantages, [n], 0 for uncounted responses.
 
-        S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group, as `group_advantages`
-        A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over all counted responses of the batch, as `whiten`
+    S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group
+    A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over the batch's counted responses
 
     As in NVlabs/GDPO for TRL, S is whitened over responses, not tokens.
     """

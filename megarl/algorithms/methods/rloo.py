@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): the baseline is the mean of the group's other responses."""
+"""RLOO (arXiv 2402.14740)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy loss of SAO (arXiv 2607.07508): tokens outside the interval have no gradient."""
+"""SAO's policy loss (arXiv 2607.07508)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megarl.algorithms.losses import Objective, Tokens
 
 
 def masked(t: Tokens) -> Objective:
-    """Return r_t A_t where r_t is inside the open interval, else 0, whatever the sign of A_t (eq. 1 to 3).
+    """Return r_t A_t where r_t is inside the open interval, else 0 (eq. 1 to 3).
 
-    The paper's f(r_t) A_t log pi_t, with f held fixed, has the same gradient.
+    The paper's f(r_t) A_t log pi_t, with f detached, has the same gradient.
     """
     low, high = t.ratio <= t.low, t.ratio >= t.high
     return Objective(torch.where(low | high, 0.0, t.ratio * t.advantage), low, high)

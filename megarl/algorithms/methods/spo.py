@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class SuccessTracker:
-    """The chance of a right answer to each prompt, from its earlier answers: Beta(a, b) with forgetting.
+    """Each prompt's success rate, from earlier answers: the mean a / (a + b) of Beta(a, b).
 
-    The chance is a / (a + b). A step with r right and w wrong answers replaces a by rho a + r and b by
-    rho b + w. About the last 1 / (1 - rho) answers count. It follows verl-recipe's
-    spo_ray_trainer.py, with a constant rho and no offline samples.
+    A step with r right and w wrong answers to the prompt replaces a by rho a + r and b by rho b + w. So about
+    the prompt's last 1 / (1 - rho) steps count. As verl-recipe's spo_ray_trainer.py, with constant rho and no
+    offline samples.
 
-    counts  uid of a prompt -> (a, b); PRIOR for any other
+    counts  uid of a prompt -> (a, b); PRIOR if absent
     """
 
     PRIOR = (0.5, 0.5)
@@ -26,12 +26,12 @@ class SuccessTracker:
         self.counts: dict[int, tuple[float, float]] = {}
 
     def chances(self, prompts: Tensor) -> Tensor:
-        """Return the chance of a right answer to each prompt, float64 [n]. prompts: int64 [n], uids."""
+        """Return each prompt's success rate, float64 [n]. prompts: int64 [n], uids."""
         counts = [self.counts.get(uid, self.PRIOR) for uid in prompts.tolist()]
         return torch.tensor([a / (a + b) for a, b in counts], dtype=torch.float64)
 
     def observe(self, prompts: Tensor, correct: Tensor) -> None:
-        """Count a step's answers, in any order. prompts: int64 [n], uids; correct: bool [n]."""
+        """Count a step's answers. prompts: int64 [n], uids; correct: bool [n]."""
         answers: dict[int, list[int]] = {}
         for uid, right in zip(prompts.tolist(), correct.tolist(), strict=True):
             answers.setdefault(uid, [0, 0])[0 if right else 1] += 1
@@ -40,11 +40,11 @@ class SuccessTracker:
             self.counts[uid] = (self.rho * a + right, self.rho * b + wrong)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: lists of numbers, which later steps do not change."""
+        """Return a copy of the state."""
         right, wrong = ([count[i] for count in self.counts.values()] for i in (0, 1))
         return {"prompts": list(self.counts), "right": right, "wrong": wrong}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict`."""
+        """Restore a `state_dict`."""
         counts = zip(state["right"], state["wrong"], strict=True)
         self.counts = dict(zip(state["prompts"], counts, strict=True))
