@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,102 +38,140 @@ def make_train_batch(
     cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
-    finest = min(mini_batch, critic_mini_batch)
-    shared = config.update.share_prompts
-    groups = rollout["group_ids"] if shared else torch.arange(rollout.num_sequences)
-    sizes = (mini_batch, critic_mini_batch, finest)
-    ids, critic_ids, finest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
-    shares_of = divide(rollout, finest_ids, groups if shared else None, models, runtime.layout.dp)
-    mine = [shares[runtime.dp_rank] for shares in shares_of]
-    batch = take_share(rollout, shares_of, runtime)
-    rows = batch.rows
-    for name, of_responses in loss_weights(rollout, ids, critic_ids, config).items():
-        batch[name] = batch.spread(of_responses[rows])
+    smallest = min(mini_batch, critic_mini_batch)
+    sharing = config.update.share_prompts
+    groups = rollout["group_ids"] if sharing else torch.arange(rollout.num_sequences)
+    sizes = (mini_batch, critic_mini_batch, smallest)
+    actor_ids, critic_ids, smallest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
+    shares = divide(rollout, smallest_ids, groups if sharing else None, models, runtime.layout.dp)
+    batch = take_share(rollout, shares, runtime)
+    for name, weights in loss_weights(rollout, actor_ids, critic_ids, config).items():
+        batch[name] = batch.spread(weights[batch.rows])
     if "prefix_tokens" in rollout:
         batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
-    every = torch.ones(rollout.num_sequences, dtype=torch.bool)
-    ended = ~rollout["unfinished"] if "unfinished" in rollout else every
-    stops = torch.tensor([0, *map(len, mine)]).cumsum(0).tolist()
 
-    def mini_batches_of(
-        size: int, read: TrainBatch, read_lengths: Tensor, chosen: Tensor
-    ) -> list[list[MicroBatch]]:
-        budget, made = config.update.tokens_per_micro_batch, []
-        for first in range(0, len(mine), size // finest):
-            stop, at_least = min(first + size // finest, len(mine)), 1
-            if not any(chosen[share].any() for shares in shares_of[first:stop] for share in shares):
-                continue
-            # With experts spread over replicas, all replicas must do the same number of passes.
-            if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
-                for replica in range(runtime.layout.dp):
-                    theirs = [i for shares in shares_of[first:stop] for i in shares[replica] if chosen[i]]
-                    packs = _pack(
-                        rollout.prompt_lengths[theirs], read_lengths[theirs], groups[theirs], budget
-                    )
-                    at_least = max(at_least, len(packs))
-            own = [i for i in range(stops[first], stops[stop]) if chosen[rows[i]]]
-            prompts_of = rollout.prompt_lengths[rows] if shared else None
-            made.append(make_micro_batches(read, own, budget, models[0], at_least, prompts_of))
-        return made
-
-    batch.mini_batches = mini_batches_of(mini_batch, batch, rollout.lengths, every)
+    everything = torch.ones(rollout.num_sequences, dtype=torch.bool)
+    finished = ~rollout["unfinished"] if "unfinished" in rollout else everything
+    packer = Packer(rollout, batch.rows, groups, shares, config, models[0], runtime)
+    batch.mini_batches = packer.pack(batch, mini_batch // smallest, rollout.lengths, everything)
     batch.critic_mini_batches = [batch.mini_batches]
+    critic_parts = critic_mini_batch // smallest
     if config.has_prompt_critic:
-        read, places = prompts_alone(batch)
-        alone = mini_batches_of(critic_mini_batch, read, critic_lengths(rollout, config), ended)
+        prompts, token_indices = prompts_alone(batch)
+        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), finished)
         batch.critic_mini_batches = [
-            [[replace(one, token_indices=places[one.token_indices]) for one in some] for some in alone]
+            [
+                [replace(one, token_indices=token_indices[one.token_indices]) for one in part]
+                for part in mini_batches
+            ]
         ]
-    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not ended.all():
-        learners = critic_numbers(rollout, config)
+    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not finished.all():
+        numbers = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
-            mini_batches_of(critic_mini_batch, batch, rollout.lengths, ended & (learners == number))
-            for number in range(config.critic.count)
+            packer.pack(batch, critic_parts, rollout.lengths, finished & (numbers == critic))
+            for critic in range(config.critic.count)
         ]
     return batch
 
 
+@dataclass(frozen=True)
+class Packer:
+    """Packs this replica's sequences into micro-batches, by mini-batch.
+
+    rows    int64, this replica's rows of the rollout, in the order of `shares`
+    groups  int64 [n], equal for sequences that share a prompt
+    shares  [part][replica] -> rows; consecutive parts make a mini-batch"""
+
+    rollout: RolloutBatch
+    rows: Tensor
+    groups: Tensor
+    shares: Sequence[Sequence[Sequence[int]]]
+    config: Config
+    model: ModelChunks
+    runtime: Runtime
+
+    def pack(self, batch: TrainBatch, parts: int, lengths: Tensor, chosen: Tensor) -> list[list[MicroBatch]]:
+        """Return micro-batches of the chosen sequences; mini-batches without any are left out.
+
+        batch    tokens to pack: this replica's sequences, or their prompts alone
+        parts    consecutive parts that are one mini-batch
+        lengths  int64 [n], tokens of each sequence that the model reads; chosen: bool [n]"""
+        mini_batches, budget = [], self.config.update.tokens_per_micro_batch
+        prompt_lengths = self.rollout.prompt_lengths[self.rows] if self.config.update.share_prompts else None
+        end = 0
+        for first in range(0, len(self.shares), parts):
+            united = self.shares[first : first + parts]
+            begin, end = end, end + sum(len(part[self.runtime.dp_rank]) for part in united)
+            if not any(chosen[rows].any() for part in united for rows in part):
+                continue
+            at_least = self._most_packs(united, lengths, chosen) if needs_equal_passes(self.runtime) else 1
+            indices = [i for i in range(begin, end) if chosen[self.rows[i]]]
+            mini_batches.append(
+                make_micro_batches(batch, indices, budget, self.model, at_least, prompt_lengths)
+            )
+        return mini_batches
+
+    def _most_packs(self, united: Sequence[Sequence[Sequence[int]]], lengths: Tensor, chosen: Tensor) -> int:
+        """Return the largest number of micro-batches of any replica."""
+        numbers, budget = [1], self.config.update.tokens_per_micro_batch
+        for replica in range(self.runtime.layout.dp):
+            rows = [row for part in united for row in part[replica] if chosen[row]]
+            packs = _pack(self.rollout.prompt_lengths[rows], lengths[rows], self.groups[rows], budget)
+            numbers.append(len(packs))
+        return max(numbers)
+
+
+def needs_equal_passes(runtime: Runtime) -> bool:
+    """Return whether replicas share experts, and so must make the same number of passes."""
+    layout = runtime.layout
+    return layout.tp * layout.cp % layout.ep != 0
+
+
 def divide(
     rollout: RolloutBatch,
-    mini_batch_of: Tensor,
+    ids: Tensor,
     groups: Tensor | None,
     models: Sequence[ModelChunks],
     replicas: int,
 ) -> list[list[list[int]]]:
-    """Return each replica's sequences of each mini-batch (mini_batch_of, int64 [n]), at equal cost.
+    """Return the rows of each mini-batch and replica, [mini-batch][replica], at equal cost.
 
+    ids: int64 [n], each sequence's mini-batch
     groups: int64 [n], if responses share prompts (`update.share_prompts`)"""
     even = even_length(*map(matrix_shape, models))
-    costs, of_prompts = (cost(some.tolist(), even) for some in (rollout.lengths, rollout.prompt_lengths))
-    shares_of = []
-    for number in range(int(mini_batch_of.max()) + 1):
-        members = (mini_batch_of == number).nonzero().squeeze(-1).tolist()
+    costs, prompt_costs = (
+        cost(lengths.tolist(), even) for lengths in (rollout.lengths, rollout.prompt_lengths)
+    )
+    divided = []
+    for number in range(int(ids.max()) + 1):
+        rows = (ids == number).nonzero().squeeze(-1).tolist()
         if groups is not None:
             shares = balance_groups(
-                [of_prompts[i] for i in members],
-                [costs[i] - of_prompts[i] for i in members],
-                groups[members].tolist(),
+                [prompt_costs[row] for row in rows],
+                [costs[row] - prompt_costs[row] for row in rows],
+                groups[rows].tolist(),
                 replicas,
             )
         else:
-            shares = balance([costs[i] for i in members], replicas)
-        shares_of.append([[members[i] for i in share] for share in shares])
-    return shares_of
+            shares = balance([costs[row] for row in rows], replicas)
+        divided.append([[rows[i] for i in share] for share in shares])
+    return divided
 
 
 def take_share(
-    rollout: RolloutBatch, shares_of: Sequence[Sequence[Sequence[int]]], runtime: Runtime
+    rollout: RolloutBatch, divided: Sequence[Sequence[Sequence[int]]], runtime: Runtime
 ) -> TrainBatch:
+    """Return this replica's sequences with their tokens. divided: see `divide`"""
     layout = runtime.layout
-    of_replicas = [[i for shares in shares_of for i in shares[replica]] for replica in range(layout.dp)]
-    rows = torch.tensor(of_replicas[runtime.dp_rank], dtype=torch.int64)
+    rows_by_replica = [[row for part in divided for row in part[dp]] for dp in range(layout.dp)]
+    rows = torch.tensor(rows_by_replica[runtime.dp_rank], dtype=torch.int64)
     if rollout.owners is None:
         batch = rollout.own.select(rows)
         batch.columns |= {name: column[rows] for name, column in rollout.columns.items()}
     else:
         ranks = range(layout.world)
-        trained_by = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
-        batch = deliver(runtime, rollout, of_replicas, trained_by)
+        replicas = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
+        batch = deliver(runtime, rollout, rows_by_replica, replicas)
     batch.rows = rows
     return batch
 
@@ -163,17 +201,18 @@ def pack_chosen(
     runtime: Runtime,
 ) -> list[MicroBatch]:
     """Pack this replica's chosen sequences (bool [n], of the rollout) for a forward pass."""
-    rows, groups, shared = batch.rows, torch.arange(rollout.num_sequences), config.update.share_prompts
-    groups, prompts = rollout["group_ids"] if shared else groups, rollout.prompt_lengths
-    own, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
-    if runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
-        packs = _pack(prompts[rows[own]], rollout.lengths[rows[own]], groups[rows[own]], budget)
+    rows, sharing, prompts = batch.rows, config.update.share_prompts, rollout.prompt_lengths
+    groups = rollout["group_ids"] if sharing else torch.arange(rollout.num_sequences)
+    indices, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
+    if needs_equal_passes(runtime):
+        chosen_rows = rows[indices]
+        packs = _pack(prompts[chosen_rows], rollout.lengths[chosen_rows], groups[chosen_rows], budget)
         at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
-    columns, of_prompts = dict[str, Tensor](), None
-    if shared:
-        columns, of_prompts = {"group_ids": batch["group_ids"]}, prompts[rows]
-    read = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
-    return make_micro_batches(read, own.tolist(), budget, model, at_least, of_prompts)
+    columns = {"group_ids": batch["group_ids"]} if sharing else {}
+    tokens = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
+    return make_micro_batches(
+        tokens, indices.tolist(), budget, model, at_least, prompts[rows] if sharing else None
+    )
 
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
@@ -317,67 +356,108 @@ def make_micro_batches(
     uncounted token. With virtual stages their number is a multiple of the pipeline's ranks.
 
     shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
-    device, multiple = model.device, pack_multiple(model.config)
-    cp = model.config.context_parallel_size
-    wanted = torch.as_tensor(indices, dtype=torch.int64)
-    groups = torch.arange(len(wanted)) if shared is None else batch["group_ids"][wanted]
+    config, sequences = model.config, torch.as_tensor(indices, dtype=torch.int64)
+    groups = torch.arange(len(sequences)) if shared is None else batch["group_ids"][sequences]
     prompts = batch.prompt_lengths if shared is None else shared
-    packs = _pack(prompts[wanted], batch.lengths[wanted], groups, max_tokens)
-    wanted_packs, c = max(len(packs), at_least), model.config
-    if c.virtual_pipeline_model_parallel_size is not None:
-        wanted_packs += -wanted_packs % c.pipeline_model_parallel_size
-    micro_batches = []
-    for families in packs + [[]] * (wanted_packs - len(packs)):
-        # The pack has a family's first sequence with its prompt (from `prompt`), the others without
-        # (`skipped` tokens).
-        index = wanted[torch.tensor([i for family in families for i in family], dtype=torch.int64)]
-        first = torch.tensor([n == 0 for family in families for n in range(len(family))], dtype=torch.bool)
-        lengths = batch.lengths[index]
-        skipped = torch.where(first, 0, prompts[index])
-        lengths = lengths - skipped
-        sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
-        total = int(sizes.sum())
-        filler = -total % multiple or (multiple if total == 0 else 0)
-        if filler:
-            lengths, sizes, index, skipped = (
-                torch.cat([of, of.new_tensor([n])])
-                for of, n in ((lengths, 0), (sizes, filler), (index, 0), (skipped, 0))
-            )
-            first = torch.cat([first, first.new_ones(1)])
-        cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        starts = cu_seqlens[:-1]
-        prompt = starts[first][first.cumsum(0) - 1]
-        within = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
-        is_real = within < torch.repeat_interleave(lengths, sizes)
-        positions = within + torch.repeat_interleave(skipped, sizes)
-        token_indices = (torch.repeat_interleave(batch.cu_seqlens[index], sizes) + positions)[is_real]
-        tokens = torch.zeros(total + filler, dtype=torch.int64)
-        tokens[is_real] = batch.tokens[token_indices]
-        is_response = torch.zeros(total + filler, dtype=torch.bool)
-        is_response[is_real] = batch.response_mask[token_indices]
-        at = is_response.nonzero().squeeze(-1)
-        # The last token of a shared prompt predicts the first token of each response.
-        ends = torch.repeat_interleave(prompt + skipped, sizes) - 1
-        before = torch.where(within == 0, ends, torch.arange(total + filler) - 1)[at]
-        places = cut(cu_seqlens, cp) if cp > 1 else None
-        here = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
-        packed, routing = model.pack(cu_seqlens, None if first.all() else (prompt, skipped)), None
-        packed.real_tokens = is_real[here]
-        if "routing" in batch:
-            recorded = batch["routing"]
-            none = torch.iinfo(recorded.dtype).max
-            routing = recorded.new_full((total + filler, *recorded.shape[1:]), none)
-            routing[is_real] = recorded[token_indices]
-            routing = routing[here].transpose(0, 1).contiguous()
-        micro_batches.append(
-            MicroBatch(
-                tokens=tokens[here][None].to(device),
-                positions=positions[here][None].to(device),
-                packed=packed,
-                token_indices=token_indices[batch.response_mask[token_indices]],
-                routing=routing,
-                cut=places,
-                **locate(at, before, tokens[at], places, device),
-            )
+    packs = _pack(prompts[sequences], batch.lengths[sequences], groups, max_tokens)
+    count = max(len(packs), at_least)
+    if config.virtual_pipeline_model_parallel_size is not None:
+        count += -count % config.pipeline_model_parallel_size
+    packs += [[] for _ in range(count - len(packs))]
+    return [
+        make_micro_batch(batch, [sequences[family] for family in families], prompts, model)
+        for families in packs
+    ]
+
+
+def make_micro_batch(
+    batch: TrainBatch, families: Sequence[Tensor], prompt_lengths: Tensor, model: ModelChunks
+) -> MicroBatch:
+    """Pack sequences. families: indices of sequences; those of a family share the prompt of the first"""
+    device, cp = model.device, model.config.context_parallel_size
+    layout = lay_out(batch, families, prompt_lengths, cp, pack_multiple(model.config))
+    token_indices, is_real = layout.token_indices, layout.is_real
+    tokens = _place(batch.tokens[token_indices], is_real, 0)
+    is_response = _place(batch.response_mask[token_indices], is_real, False)
+    at = is_response.nonzero().squeeze(-1)
+    places = cut(layout.cu_seqlens, cp) if cp > 1 else None
+    on_this_rank = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
+    packed, routing = model.pack(layout.cu_seqlens, layout.prompts), None
+    packed.real_tokens = is_real[on_this_rank]
+    if "routing" in batch:
+        recorded = batch["routing"]
+        routing = _place(recorded[token_indices], is_real, torch.iinfo(recorded.dtype).max)
+        routing = routing[on_this_rank].transpose(0, 1).contiguous()
+    return MicroBatch(
+        tokens=tokens[on_this_rank][None].to(device),
+        positions=layout.positions[on_this_rank][None].to(device),
+        packed=packed,
+        token_indices=token_indices[batch.response_mask[token_indices]],
+        routing=routing,
+        cut=places,
+        **locate(at, layout.predictors[at], tokens[at], places, device),
+    )
+
+
+class PackLayout(NamedTuple):
+    """Where the t tokens of a pack come from. Tokens of padding are no part of a sequence.
+
+    cu_seqlens     int64 [m+1], ends of the sequences with their padding
+    is_real        bool [t], False for padding
+    positions      int64 [t], each token's position in its sequence
+    token_indices  int64, index in the TrainBatch of each real token
+    predictors     int64 [t], position in the pack that predicts each token
+    prompts        for each sequence the start in the pack of its prompt, and the prompt tokens that it skips;
+                   None if no sequence skips any"""
+
+    cu_seqlens: Tensor
+    is_real: Tensor
+    positions: Tensor
+    token_indices: Tensor
+    predictors: Tensor
+    prompts: tuple[Tensor, Tensor] | None
+
+
+def lay_out(
+    batch: TrainBatch, families: Sequence[Tensor], prompt_lengths: Tensor, cp: int, multiple: int
+) -> PackLayout:
+    """Lay out a pack with `multiple` x k tokens, each sequence a multiple of 2 `cp` if cp > 1.
+
+    A family's first sequence has its prompt; the others skip theirs."""
+    index = torch.cat([torch.empty(0, dtype=torch.int64), *families])
+    is_first = torch.tensor([i == 0 for family in families for i in range(len(family))], dtype=torch.bool)
+    skipped = torch.where(is_first, 0, prompt_lengths[index])
+    lengths = batch.lengths[index] - skipped
+    sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
+    total = int(sizes.sum())
+    if filler := -total % multiple or (
+        multiple if total == 0 else 0
+    ):  # one more sequence, without real tokens
+        lengths, sizes, index, skipped = (
+            torch.cat([numbers, numbers.new_tensor([more])])
+            for numbers, more in ((lengths, 0), (sizes, filler), (index, 0), (skipped, 0))
         )
-    return micro_batches
+        is_first = torch.cat([is_first, is_first.new_ones(1)])
+    cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    starts = cu_seqlens[:-1]
+    prompt_starts = starts[is_first][is_first.cumsum(0) - 1]
+    within = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
+    is_real = within < torch.repeat_interleave(lengths, sizes)
+    positions = within + torch.repeat_interleave(skipped, sizes)
+    # The last token of a shared prompt predicts the first token of each response.
+    prompt_ends = torch.repeat_interleave(prompt_starts + skipped, sizes) - 1
+    return PackLayout(
+        cu_seqlens,
+        is_real,
+        positions,
+        token_indices=(torch.repeat_interleave(batch.cu_seqlens[index], sizes) + positions)[is_real],
+        predictors=torch.where(within == 0, prompt_ends, torch.arange(total + filler) - 1),
+        prompts=None if is_first.all() else (prompt_starts, skipped),
+    )
+
+
+def _place(values: Tensor, is_real: Tensor, filler: int | bool) -> Tensor:
+    """Return values of real tokens at their places in the pack, [t, ...]."""
+    placed = values.new_full((len(is_real), *values.shape[1:]), filler)
+    placed[is_real] = values
+    return placed
