@@ -128,7 +128,12 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
 def find_start(config: Config, number: int) -> Checkpoint | None:
     """Return the checkpoint before the step, None at the start. Raises CheckpointError if removed."""
     if number > 1:
-        return open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number - 1))
+        path = config.run_dir / FOLDER / folder_name(config.main_stage, number - 1)
+        if not path.exists():
+            present = ", ".join(sorted(one.name for one in path.parent.glob("*-*"))) or "none"
+            missing = f"step {number} needs the checkpoint {path.name}, and there are: {present}"
+            raise CheckpointError(f"{path.parent}: {missing} (choose a step after one of them)")
+        return open_checkpoint(path)
     if not (config.has_critic and config.value_pretraining.steps):
         return None
     later = list((config.run_dir / FOLDER).glob("step-*"))
@@ -165,7 +170,10 @@ def check_replay(config: Config, number: int) -> None:
     recorded_numbers(config, number)
     find_start(config, number)
     if config.has_engine:
-        list_rollout_files(manifest_path(rollouts_folder(config), number))
+        path = manifest_path(rollouts_folder(config), number)
+        if not path.exists():
+            raise DataError(f"{path}: no such file (only checkpoint.rollouts: true keeps rollouts)")
+        list_rollout_files(path)
 
 
 def lines(outcome: Outcome) -> list[str]:

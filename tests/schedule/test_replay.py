@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
     (config.run_dir / "checkpoints/step-000001/state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state.json: is missing"):
         check_replay(config, 2)
+    shutil.rmtree(config.run_dir / "rollouts/step-000003")
+    with pytest.raises(DataError, match=r"step-000003/.*: no such file .*checkpoint.rollouts: true"):
+        check_replay(config, 3)
+    shutil.rmtree(config.run_dir / "checkpoints/step-000002")
+    missing = r"step 3 needs the checkpoint step-000002, and there are: .*step-000001, step-000003"
+    with pytest.raises(CheckpointError, match=missing):
+        check_replay(config, 3)
 
 
 @pytest.mark.slow
