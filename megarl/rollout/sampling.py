@@ -1,4 +1,4 @@
-"""Seeded sampling of tokens, and seeds. SGLang's processes import this file, so it imports only torch.
+"""Seeded sampling, and seeds. SGLang's processes import this file, so it imports nothing of megarl.
 
 A response depends only on its prompt, seed and the weights: a token is the inverse CDF at a counter-based
 random number."""
@@ -32,16 +32,16 @@ class SamplingParams:
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return the number of newest tokens that can hold one of the stop texts; 0 without any."""
+    """Return the number of newest tokens that may contain a stop text; 0 without any."""
     return max((len(text.encode()) + 8 for text in stop), default=0)
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
-    """Return the routed experts of a prompt and its response, uint8 or int16 [tokens, layers, topk].
+    """Return the routed experts of a prompt and response, uint8 or int16 [tokens, layers, topk].
 
-    Missing entries are the dtype's maximum: no engine feeds a response's last token to the model.
+    Missing entries are the dtype's maximum: no engine feeds the last token to the model.
 
-    chosen: integers [t, layers, topk] of the first t <= tokens
+    chosen: integers [t, layers, topk], t <= tokens
     """
     kind: Any = np.uint8 if experts < 256 else np.int16
     found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
@@ -67,7 +67,7 @@ def environment_seed(seed: int) -> int:
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed of answer `index` to a held-out problem, the same at every step."""
+    """Return the seed of an answer to a held-out problem, equal at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
@@ -76,7 +76,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed of an update's selection of tokens of a response."""
+    """Return the seed of an update's selection of a response's tokens."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -99,8 +99,8 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     """Return the first column whose running sum exceeds (`right`) or reaches `share` of the row's sum.
 
-    Sums are float64: a float32 sum's error over a vocabulary exceeds the probability of rare tokens. Running
-    sums are over blocks, then within one, to save memory.
+    Sums are float64: float32's error over a vocabulary exceeds rare tokens' probability. They run over
+    blocks, then within one, to save memory.
 
     weights: [rows, n]; share: [rows, 1]. Returns int64 [rows, 1]; with `right` their weights are positive."""
     size = weights.shape[1]
@@ -128,7 +128,7 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then outside the top-p set.
 
-    Ties with the last kept token are kept. The result is not renormalised."""
+    Ties with the last one are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -140,13 +140,13 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Sample token number `index` of the responses with `seeds`.
+    """Sample token number `index` of responses.
 
     Args:
         logits: [rows, vocab]; seeds and index: int64 [rows]
 
     Returns tokens int64 [rows], and their log-probs float32 [rows] under the whole distribution after
-    temperature (greedy: temperature 1), NaN where a row's logits hold NaN."""
+    temperature (greedy: temperature 1), NaN where a row's logits have NaN."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -155,7 +155,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logprobs = torch.log_softmax(
             logits if params.temperature == 1 else logits / params.temperature, dim=-1
         )
-        # A point strictly below the total, so that the sampled token has a positive probability.
+        # Strictly below the total, so that the token has a positive probability.
         point = uniform(seeds, index)[:, None]
         tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), point, right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines: a subclass of RolloutEngine and a row in config/engines.py each."""
+"""The protocol of rollout engines. Each needs a subclass of RolloutEngine and a row in config/engines.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response, which depends on its seed but not on the batch composition."""
+    """A request for a response, which depends on the seed but not on the batch composition."""
 
     prompt_tokens: tuple[int, ...]
     seed: int
-    prefix: TokenData | None = None  # first tokens of the response, which the engine continues
-    max_tokens: int | None = None  # including `prefix`; None: that of its SamplingParams
+    prefix: TokenData | None = None  # the response's first tokens
+    max_tokens: int | None = None  # including `prefix`; None: as SamplingParams
 
     @property
     def prefix_length(self) -> int:
@@ -45,14 +45,14 @@ class GenerationRequest:
 
 
 class RolloutEngine(ABC):
-    """An engine on one or several ranks of the job, with such an object on each of them.
+    """An engine on one or several ranks of the job, with an object on each.
 
     All of these ranks call start, stop, updates, sleep and wake. Only the leader, the first of them, gets
-    requests and can raise EngineFailure."""
+    requests and raises EngineFailure."""
 
     weight_version: int = -1  # -1 before the first update
 
-    # Required methods. The engine's weight backend may call further ones, see sync/backends.
+    # Required methods. The weight backend may call further ones, see sync/backends.
 
     @classmethod
     @abstractmethod
@@ -61,7 +61,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin the start. Weights are undefined: an update must follow before `submit`."""
+        """Begin the start. An update must follow before `submit`."""
 
     @abstractmethod
     def end_update(self, version: int) -> None:
@@ -80,15 +80,15 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def running(self) -> int:
-        """Return the number of requests that `poll` and `abort` have not returned."""
+        """Return the number of requests that were not returned yet."""
 
     @abstractmethod
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End and return all requests, with finish_reason "abort" unless they are finished."""
+        """End and return all requests, unfinished ones with finish_reason "abort"."""
 
     @classmethod
     def check_machine(cls, config: Config, device: str) -> None:
-        """Raise ConfigError if this machine cannot run the engine. device: cpu or cuda"""
+        """Raise ConfigError if this machine cannot run it. device: cpu or cuda"""
         return None
 
     @classmethod
@@ -120,19 +120,19 @@ class RolloutEngine(ABC):
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of the tags "weights" or "kv_cache".
 
-        Before `submit`, `wake` must follow, and an update if the weights were freed."""
+        Before `submit`, `wake` must follow, and an update if weights were freed."""
         return None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of the tags again. Weights are undefined until an update."""
+        """Allocate the memory of the tags again."""
         return None
 
     def take_notes(self) -> list[str]:
-        """Return lines for the user about events since the last call."""
+        """Return messages for the user since the last call."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """Return one response per request, for tests and benchmarks."""
+        """Return a response per request, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, TokenData] = {}
         while self.running:
@@ -147,7 +147,7 @@ def load_engine_class(config: Config) -> type[RolloutEngine]:
 
 
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
-    """Raise EngineError if a request's prompt and response do not fit the model's positions."""
+    """Raise EngineError if a request does not fit the model's positions."""
     for request in requests:
         context, left = len(request.context), request.left(params)
         if left < 1 or context + left > positions:
