@@ -1,4 +1,4 @@
-"""The controller: decides which prompts are sampled, where, and when a step has enough groups."""
+"""The controller: has prompts sampled on engines until a step has enough groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 TakePrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
-PRIOR = 8  # finished responses credited to each engine, to steady early speeds
+PRIOR = 8  # finished responses credited to each engine, as early speeds vary
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Slot:
 @dataclass
 class EngineLoad:
     servers: int = 1
-    queue: list[Slot] = field(default_factory=list)  # waiting slots
+    queue: list[Slot] = field(default_factory=list)
     waiting_for_tool: int = 0
     finished: int = 0
     newly_finished: int = 0  # by the newest messages
@@ -63,7 +63,7 @@ class EngineLoad:
 
 
 class Controller:
-    """Runs rollouts by messages to and from workers, on the first rank with an engine.
+    """Runs rollouts by messages to workers, on the first engine rank.
 
     With continuous batching, new prompts start while groups are missing. Then the rest is aborted, and
     comes first in the next step."""
@@ -75,7 +75,7 @@ class Controller:
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
         self.returned: list[GroupRequest] = []
-        self.lengths: dict[int, float] = {}  # by uid, see GroupRequest.expected
+        self.lengths: dict[int, float] = {}  # by uid: GroupRequest.expected
         self.orders: list[m.Order] = []
         self.next_id = 1
         self.start_rollout(SamplingParams(0))
@@ -277,7 +277,7 @@ class Controller:
             await self.hub.send(rank, m.EndRollout(keep.get(rank, [])))
 
     async def next_order(self, seconds: float) -> m.Order | None:
-        """Wait `seconds` for the trainers' next order, and forward it to the other ranks."""
+        """Wait for the trainers' next order, and forward it to other ranks."""
         if not self.orders:
             received = await self.hub.receive(seconds)
             self.orders += [message for _, message in received if isinstance(message, m.Order)]
@@ -297,13 +297,13 @@ class Dispatcher:
         self.slots: dict[int, Slot] = {}
         self.version = -1
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
-        self.rebalanced = 0  # responses not on their planned engine
+        self.rebalanced = 0  # responses on unplanned engines
         limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
         self._limit = math.inf if not limit or engines == 1 else float(limit)  # 0 means no limit
 
     @property
     def idle_seconds(self) -> float:
-        """Return the busiest engine's seconds with work minus the mean over engines."""
+        """Return the busiest engine's busy_seconds minus the mean."""
         busy = [engine.busy_seconds for engine in self.engines]
         return max(busy) - sum(busy) / len(busy)
 
@@ -386,11 +386,11 @@ def share_out(
     Each response goes to the engine that would run dry first at its speed so far. An engine takes from the
     front of its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
-    limits: most responses at once; finished: numbers of responses, the speed so far
+    limits: most responses at once; finished: a measure of speed
     """
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
-    # Of two that would run dry together, an engine with a non-empty queue comes first.
+    # At equal times, non-empty queues come first.
     heap = [
         (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
     ]

@@ -22,7 +22,7 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, stop_window
 
-DECODE_SECONDS = 0.1  # in which an engine in this process decodes before other coroutines run
+DECODE_SECONDS = 0.1  # of decoding in this process before other coroutines run
 YIELD_SECONDS = 0.001  # for these coroutines, as messages take several wake-ups
 POLL_SECONDS = 0.2  # of one poll of an engine in other processes
 
@@ -164,7 +164,7 @@ class EpisodeRunner(Protocol):
         """Make an episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
-        """Watch the event loop while user code runs on it."""
+        """Watch the event loop during user code."""
         return nullcontext()
 
     def forget(self, seed: int) -> None:
@@ -178,7 +178,7 @@ class EpisodeRunner(Protocol):
 
 
 def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
-    """Return the configured runner. Raises ConfigError for an unusable chat template or function."""
+    """Return the configured runner. Raises ConfigError."""
     if config.rollout.is_multi_turn:
         from megarl.agents.runner import AgentRunner
 
@@ -281,7 +281,7 @@ async def generate_turn(
     if not found.num_tokens and prefix is not None:
         found = prefix
     if found.policy_versions is None:
-        # The transformers engine reports none; its present weights sampled the new tokens.
+        # The transformers engine reports none: its present weights sampled.
         versions = np.full(found.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions

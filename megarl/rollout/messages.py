@@ -56,7 +56,7 @@ class StartSamples(Message):
 
 
 class AbortSamples(Message):
-    """Abort all samples. Keep these ones' tokens for a later rollout."""
+    """Abort all samples. Keep the tokens of these."""
 
     ids: list[int]
 
@@ -87,7 +87,7 @@ class RankReady(Message):
 class SamplesFinished(Message):
     version: int
     samples: list[Sample]
-    busy: float  # seconds in which the engine had work
+    busy: float  # see EngineClient
 
 
 class ToolWaitCount(Message):
@@ -210,7 +210,7 @@ def unpack_prompt(prompt: Prompt) -> Prompt:
 
 
 def curve_keys(owner: str) -> tuple[bytes, bytes]:
-    """Derive public and secret CURVE key from the job's secret. owner: "controller" or a number"""
+    """Derive a CURVE key pair from the job's secret. owner: "controller" or a rank's number"""
     secret = z85.encode(sign("curve", owner))
     return zmq.curve_public(secret), secret
 

@@ -112,7 +112,7 @@ class RolloutRank:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect a step's groups, with this rank's tokens. Errors are raised on every rank."""
+        """Collect a step's groups, with this rank's tokens."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:

@@ -37,7 +37,7 @@ def stop_window(stop: Sequence[str]) -> int:
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
-    """Return the routed experts of a prompt and response, uint8 or int16 [tokens, layers, topk].
+    """Return routed experts of prompt and response, uint8 or int16 [tokens, layers, topk].
 
     Missing entries are the dtype's maximum: no engine feeds the last token to the model.
 
@@ -67,7 +67,7 @@ def environment_seed(seed: int) -> int:
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed of an answer to a held-out problem, equal at every step."""
+    """Return an answer's seed, equal at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
@@ -76,7 +76,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed of an update's selection of a response's tokens."""
+    """Return the seed for selecting a response's tokens in an update."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -120,7 +120,7 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     there = weights.gather(1, columns.clamp(max=size - 1)).where(columns < size, 0.0)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     found = torch.searchsorted(before + there.cumsum(-1, dtype=torch.float64), point, right=right)
-    # The two sums of a block may differ by a rounding error.
+    # A block's two sums may differ by a rounding error.
     last = ((there > 0) * inside).amax(-1, keepdim=True)
     return block * BLOCK + torch.minimum(found, last)
 

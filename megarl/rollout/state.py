@@ -49,7 +49,7 @@ class RolloutShare(TypedDict, total=False):
 
 
 def pack_journal(data: TokenData) -> TokenData:
-    """Return tokens with their journal as one JSON text, for the reason of `pack_prompt`."""
+    """Return tokens with their journal as one JSON text, see `pack_prompt`."""
     return structs.replace(data, journal=[json.dumps(data.journal)]) if data.journal else data
 
 

@@ -268,7 +268,7 @@ class Worker:
         self.graded = {i: sample for i, sample in self.graded.items() if i in keep}
         self.partials = {i: data for i, data in self.partials.items() if i in keep}
         if self.client.has_abandoned:
-            with suppress(EngineFailure):  # the engine's next call raises it again
+            with suppress(EngineFailure):
                 await self.client.abort()
 
 

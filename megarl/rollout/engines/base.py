@@ -20,7 +20,7 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for a response, which depends on the seed but not on the batch composition."""
+    """A request for a response that does not depend on the batch composition."""
 
     prompt_tokens: tuple[int, ...]
     seed: int
@@ -45,10 +45,9 @@ class GenerationRequest:
 
 
 class RolloutEngine(ABC):
-    """An engine on one or several ranks of the job, with an object on each.
+    """An engine on one or several ranks, which all call start, stop, updates, sleep and wake.
 
-    All of these ranks call start, stop, updates, sleep and wake. Only the leader, the first of them, gets
-    requests and raises EngineFailure."""
+    Only the leader, their first, gets requests and raises EngineFailure."""
 
     weight_version: int = -1  # -1 before the first update
 
@@ -80,7 +79,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def running(self) -> int:
-        """Return the number of requests that were not returned yet."""
+        """Return the number of requests not yet returned."""
 
     @abstractmethod
     def abort(self) -> list[tuple[int, TokenData]]:

@@ -108,10 +108,7 @@ class SGLangRequests(RolloutEngine):
 
 
 class SGLangEngine(SGLangRequests):
-    """An engine on `rollout.engine_tp` ranks: rank r has shard r % engine_tp of engine r // engine_tp.
-
-    After a restart, the next `end_update` sends unfinished requests again.
-    """
+    """An engine on `rollout.engine_tp` ranks: rank r has shard r % engine_tp of engine r // engine_tp."""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:
@@ -224,7 +221,7 @@ class SGLangEngine(SGLangRequests):
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
-        # The default for states of linear attention's convolutions is always bf16.
+        # By default, states of linear attention's convolutions are bf16.
         conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if get_family(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
             # Graphs can sleep only if SGLang's memory saver manages them from the start. It refuses
@@ -310,7 +307,7 @@ class SGLangEngine(SGLangRequests):
                 request, params = self._outstanding[number]
                 ended.append((number, self._token_data(request, answer, routed=params.routing)))
             except EngineFailure as failure:
-                self._failure = failure  # the next call raises it; this one returns valid answers
+                self._failure = failure  # the next call raises it
                 continue
             del self._outstanding[number]
         return ended

@@ -3,7 +3,7 @@
 Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
 
 It is not the rank, as SGLang kills the parent process if one of its children fails. These children import
-this module first, for the stubs that a CPU needs and to keep Megatron out."""
+this module first, for CPU stubs and to keep Megatron out."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of packages for CPUs. Calls of a stub raise.
+    """Install import stubs of packages on a CPU. Calls of a stub raise.
 
-    Must run in each of SGLang's processes before it imports sglang. With CUDA it does nothing.
+    Must run in each of SGLang's processes before it imports sglang.
 
     sgl_kernel    imported by modules that run torch-native code or sglang_kernels.py
     torchvision   the package index has only a CUDA build, which breaks transformers with a CPU torch
@@ -217,7 +217,7 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        """Begin requests. params: temperature, top_p, top_k, stop, stop_token_ids, routing"""
+        """Begin requests."""
         custom = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed, left in requests:
             sampling = {

@@ -122,7 +122,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Open a session that reuses no connections, as a server may close an idle one during a request."""
+    """Open a session without idle connections, which a server may close during a request."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -111,9 +111,9 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer, as SGLang's `custom_weight_loader`.
 
-    named_tensors: pairs of JSON and a buffer. Keys of the JSON: `tensors` (name -> offset, shape and dtype),
-    `path` and `size` (of the file that replaces an empty buffer), `complete` (all names of the transfer, in
-    the last bucket). Raises ValueError unless names, shapes and dtypes fit.
+    named_tensors: pairs of JSON and a buffer. Its keys: `tensors` (name -> offset, shape and dtype), `path`
+    and `size` (of the file that replaces an empty buffer), `complete` (all names of the transfer, in the
+    last bucket). Raises ValueError unless names, shapes and dtypes fit.
 
     It synchronises the device: the sender reuses the buffer after a barrier, which does not wait for the
     GPU."""

@@ -1,7 +1,7 @@
 """External SGLang servers (`rollout.urls`), by their public HTTP calls.
 
 Weights go in the body of `update_weights_from_tensor`, which needs no shared machine, folder or process
-group. The body has 4/3 of their bytes for each tensor-parallel rank of the server."""
+group, but 4/3 of their bytes for each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class SGLangServers(SGLangRequests):
 
     The first of every `rollout.engine_tp` ranks is a client with a share of the servers.
 
-    A server that does not answer, or has other weights, is left out until the next weight update. Its
-    requests go to another one.
+    A server that does not answer, or has other weights, is left out until the next weight update.
     """
 
     @classmethod
@@ -241,7 +240,7 @@ class SGLangServers(SGLangRequests):
             if self._tasks.get(number) is not task or task.cancelled():
                 continue
             if isinstance(error := task.exception(), EngineFailure):
-                self._failure = error  # the next call raises it; this one returns valid answers
+                self._failure = error  # the next call raises it
             elif error is not None:
                 raise error
             else:

@@ -63,8 +63,7 @@ class DecodeLoop:
 
     On a CPU in float32, responses and log-probs are bitwise batch-invariant, except for mixtures of experts.
     A library's order of summation depends on its operands' shapes, so these may not depend on other
-    responses. Linear layers multiply blocks of rows (`Block`), attention takes chunks of COLUMNS keys
-    (`decode_attention`) or queries (`prefill_attention`), and padding depends only on the prompt's length.
+    responses: see Block, decode_attention, prefill_attention and _width.
     """
 
     def __init__(
@@ -77,17 +76,16 @@ class DecodeLoop:
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []  # recorded in this pass, by layer, [tokens, topk]
         self.cache = KVCache(model, self.experts)
-        # Per row: its request's key (-1: none) and seed, the newest token and its position, the number of
-        # response tokens, and their limit. Rows up to `used` are responses, some finished. Rows after them,
-        # up to a whole number of blocks, are computed and ignored.
+        # Per row: key (-1: none) and seed of the request, newest token and its position, number of response
+        # tokens and their limit. Rows from `used` to the end of a block are computed and ignored.
         self.state = torch.zeros(6, self.block.get_capacity(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
-        self.highest = 0  # no row's limit is higher
+        self.highest = 0  # upper bound of `limit`
         self.live = torch.zeros_like(self.key, dtype=torch.bool)
         self.nan = torch.zeros_like(self.live)
         self.key.fill_(-1)
         self.used = 0
-        self.longest = 0  # no row's newest token has a higher position
+        self.longest = 0  # upper bound of `position`
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         self.requests |= requests
@@ -197,7 +195,7 @@ class DecodeLoop:
         self._make_room(self.used)
         cache, rows = self.cache, slice(0, self.block.pad(self.used))
         mask = cache.attend(self.position[rows], self.longest)
-        # A block of responses takes the place of a sequence, as `BlockLinear` multiplies.
+        # A block takes the place of a sequence, for `BlockLinear`.
         hidden = self.body(
             input_ids=self.token[rows].view(-1, self.block.rows),
             position_ids=self.position[rows].view(-1, self.block.rows),
@@ -224,7 +222,7 @@ class DecodeLoop:
         self.nan[rows] = logprob.isnan() & live
         self.position[rows] += live
         count += live
-        # A finished row does not advance; its new token goes behind its end.
+        # A finished row's new token goes behind its end.
         at = cache.starts[rows] + self.position[rows] + ~live
         cache.tokens.view(-1).index_copy_(0, at, token)
         cache.logprobs.view(-1).index_copy_(0, at, logprob)

@@ -1,4 +1,4 @@
-"""The rollout engine on Hugging Face transformers: a CPU's default, and the reference for others."""
+"""The rollout engine on Hugging Face transformers, a reference for the others."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TransformersEngine(RolloutEngine):
         self._has_weights, self.weight_version = True, version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Free the weights' storage; the tensors of `parameters` stay the same objects."""
+        """Free the weights' storage, but keep the tensors of `parameters`."""
         if self.model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False

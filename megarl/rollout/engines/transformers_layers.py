@@ -17,8 +17,8 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 from megarl.weights.families import Sizes
 
 ATTENTION = "megarl_rollout"  # name of `attention` in transformers
-# Keys of a chunk of attention, see DecodeLoop. torch's memory-efficient kernel on CUDA needs bf16 masks with
-# a multiple of 8 columns.
+# Keys of a chunk of attention. On CUDA, the memory-efficient kernel needs bf16 masks with a multiple of 8
+# columns.
 COLUMNS = 64
 NARROW = 256  # hidden size below which calling a product costs more than multiplying
 LARGEST = 64  # rows of a wide layer's product
@@ -65,8 +65,8 @@ class Block(NamedTuple):
 def find_fewest_rows(weights: Iterable[Tensor]) -> int:
     """Return the fewest rows of a product whose order of summation is that of LARGEST rows.
 
-    It depends on processor and library, so random numbers, which overwrite the weights, find it: equal
-    results mean an equal order."""
+    It depends on processor and library, so results on random numbers, which overwrite the weights, are
+    compared."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -102,7 +102,7 @@ class BlockLinear(nn.Linear):
 
 
 class KVCache:
-    """Keys and values per layer, [rows, kv_heads, columns, dim], and each position's sampling results.
+    """Keys and values per layer, [rows, kv_heads, columns, dim].
 
     Position p is in column p. Multi-latent attention has latents and rotated keys, one head each. Linear
     attention has a state per row.
@@ -290,7 +290,7 @@ class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface. The output is as wide as values, which may be narrow.
+    """Implement transformers' attention interface, for values that may be narrower than keys.
 
     Without a mask: `prefill_attention`. query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim]
     -> [rows, q, heads, dim]
