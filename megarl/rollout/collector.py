@@ -53,7 +53,7 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
-        """Return the prompts to add with continuous batching. Raises as `next_batch`.
+        """Return how many prompts to add with continuous batching. Raises as `next_batch`.
 
         Their number depends on time; the accepted groups do not.
 
@@ -119,9 +119,7 @@ class GroupCollector:
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
-        """Return rollout/*, over the groups offered in this step.
-
-        groups_all_right and groups_all_wrong count only groups that dynamic sampling would reject."""
+        """Return rollout/* of the groups offered in this step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
@@ -185,8 +183,8 @@ def _sample_columns(
     group_ids       int64, position in `groups`; a separate one if the sample does not count
     policy_version  int64, of the oldest token
     response_index  int64, position in its group
-    prefix_tokens   int64, sampled by earlier steps; only with `rollout.window`
-    unfinished      bool; only with `rollout.window`
+    prefix_tokens   int64, sampled by earlier steps
+    unfinished      bool; as prefix_tokens only with `rollout.window`
     """
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
     ids = [g if counts_row else len(groups) + row for row, (g, _, counts_row) in enumerate(rows)]

@@ -311,7 +311,7 @@ class Dispatcher:
         """Plan the engines of new requests. Return continued slots by engine.
 
         A partial response continues where its tokens are. New slots are divided in the prompts' order, so
-        that few engines prefill the same prompt. The longest expected ones start first."""
+        that few engines prefill the same prompt."""
         fresh: list[Slot] = []
         continued: list[list[Slot]] = [[] for _ in self.engines]
         for request in requests:

@@ -24,7 +24,7 @@ from megarl.rollout.sampling import SamplingParams, stop_window
 
 DECODE_SECONDS = 0.1  # of decoding in this process before other coroutines run
 YIELD_SECONDS = 0.001  # for these coroutines, as messages take several wake-ups
-POLL_SECONDS = 0.2  # of one poll of an engine in other processes
+POLL_SECONDS = 0.2  # of a poll of other processes
 
 
 class EpisodeAborted(BaseException):

@@ -83,7 +83,7 @@ class Grader:
         return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
 
     def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
-        """Return the verdicts of finished samples with these texts.
+        """Return the verdicts of finished samples.
 
         An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""
         with_terms = self.with_terms and bool(self.reward.terms)
@@ -124,8 +124,8 @@ def split_policy_turns(data: TokenData) -> list[list[int]]:
 
 
 def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of `words`, in any case and with any space; None without words.
+    """Return a pattern for `words`, in any case and with any space; None without words.
 
-    A match does not lie inside a longer Latin word (Chinese has no spaces)."""
+    A match is not part of a longer Latin word (Chinese has no spaces)."""
     found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
     return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None

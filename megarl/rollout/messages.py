@@ -25,7 +25,7 @@ from megarl.parallel.objects import encode, from_plain
 from megarl.parallel.secret import sign
 from megarl.rollout.sampling import SamplingParams
 
-TRAINER = -1  # the first trainer's number if it has no engine; engine ranks count from 0
+TRAINER = -1  # number of a first trainer without an engine; engine ranks count from 0
 KEEP_ALIVE_SECONDS = 10.0
 LINGER = 5000  # milliseconds in which a closed socket may still send
 _INPROC_ADDRESS = "inproc://controller"
@@ -109,7 +109,7 @@ class TokenDataReply(Message):
     data: dict[int, TokenData]
 
 
-# The first trainer to the controller, which forwards them to engine ranks; then the replies.
+# The first trainer to the controller, which forwards them; then the replies.
 
 
 class SendDataReports(Message):

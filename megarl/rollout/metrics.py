@@ -19,7 +19,7 @@ def compute_step_metrics(
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return metrics of finished responses, and the number of each error.
 
-    Raises ConfigError if more than the share `max_ungraded` was not graded."""
+    Raises ConfigError if more than the share `max_ungraded` is ungraded."""
     finished = [
         replace(group, samples=finished_samples)
         for group in groups
@@ -38,8 +38,8 @@ def compute_step_metrics(
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of at least one response.
 
-    All but reward/unverified (with an error) and reward/ungraded count graded responses; a mean over none
-    is left out. response/length_* count sampled tokens."""
+    All but reward/unverified (with an error) and reward/ungraded count graded responses.
+    response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         "reward/ungraded": sum(not r.graded for r in responses) / len(responses),
@@ -80,7 +80,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return response/length_error: the standard error of response/length_mean, in tokens.
+    """Return the standard error of response/length_mean, in tokens.
 
     Prompts are its units, as responses to one are correlated."""
     by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines. Each needs a subclass of RolloutEngine and a row in config/engines.py."""
+"""The protocol of rollout engines, each with a row in config/engines.py."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def end_update(self, version: int) -> None:
-        """Drop caches of the old weights and set `weight_version`. Called after the last bucket."""
+        """Drop caches of old weights and set `weight_version`, after the last bucket."""
 
     @abstractmethod
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin requests in addition to running ones. `poll` returns them by key."""
+        """Begin more requests. `poll` returns them by key."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
@@ -106,7 +106,7 @@ class RolloutEngine(ABC):
         return True
 
     def restart(self) -> None:
-        """Restart after an EngineFailure; unfinished requests continue after the next update."""
+        """Restart after an EngineFailure. Unfinished requests continue after an update."""
         raise EngineError("rollout engine: it has no process that could be restarted")
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class RolloutEngine(ABC):
         return None
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags "weights" or "kv_cache".
+        """Free the device memory of "weights" or "kv_cache".
 
         Before `submit`, `wake` must follow, and an update if weights were freed."""
         return None

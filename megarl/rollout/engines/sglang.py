@@ -40,7 +40,7 @@ MOE_RUNNER = "triton"  # has the expert layout of `weights/shards.py`
 
 
 class SGLangRequests(RolloutEngine):
-    """Requests to SGLang in this job or elsewhere. eos_ids: beyond those of the model's folder"""
+    """Requests to SGLang. eos_ids: beyond those of the model's folder"""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
         self.config, self.hf_config, self.eos_ids = config, hf_config, tuple(eos_ids)

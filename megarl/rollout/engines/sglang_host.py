@@ -1,6 +1,6 @@
 """The process that runs one SGLang engine. Written against SGLang 0.5.23.
 
-Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
+Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank PID.
 
 It is not the rank, as SGLang kills the parent process if one of its children fails. These children import
 this module first, for CPU stubs and to keep Megatron out."""
@@ -143,8 +143,8 @@ class Calls:
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory; the trainer needs that of all ranks.
-        # This call ends after their barrier (Scheduler.handle_rpc_request).
+        # SGLang answers when its first rank has freed its memory, but this call after a barrier of all ranks
+        # (Scheduler.handle_rpc_request).
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
 CONNECTION = 5.0  # seconds to a connection
-QUESTION = 30.0  # seconds for quick calls; a health check takes up to 20
+QUESTION = 30.0  # seconds of quick calls; a health check takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
@@ -175,9 +175,9 @@ async def identify(
 
 
 def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
-    """Describe how a server's model differs, or "". Weights of other shapes would crash the server.
+    """Describe how a server's model differs, or "". Other shapes would crash the server.
 
-    Compares the model's folder if it exists here, else its name."""
+    Compares its folder if it exists here, else its name."""
     folder = Path(model.model_path)
     if (folder / "config.json").is_file():
         try:
@@ -193,7 +193,7 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 
 
 async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
-    # A client that was killed during an update left the server paused.
+    # A client killed during an update leaves the server paused.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
     # The refusal of a token just beyond the vocabulary names the valid range.
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}

@@ -16,8 +16,8 @@ from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gat
 from megarl.rollout.sampling import SamplingParams, choose
 
 BACKEND = "pytorch"  # SGLang insists on this name on a CPU
-# Scales of the KV cache, which are parameters if weights are FP8 (radix_attention.py and
-# quantization/kv_cache.py, 0.5.23). They are always 1 here, and a sleep loses them.
+# Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
+# They are always 1 here, and a sleep loses them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
@@ -111,12 +111,11 @@ def _prepare_cpu() -> None:
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a bucket of a weight transfer, as SGLang's `custom_weight_loader`.
 
-    named_tensors: pairs of JSON and a buffer. Its keys: `tensors` (name -> offset, shape and dtype), `path`
-    and `size` (of the file that replaces an empty buffer), `complete` (all names of the transfer, in the
-    last bucket). Raises ValueError unless names, shapes and dtypes fit.
+    named_tensors: pairs of JSON and a buffer. Keys of the JSON: `tensors` (name -> offset, shape, dtype),
+    `path` and `size` (of a file in place of an empty buffer), `complete` (in the last bucket, all names).
+    Raises ValueError unless names, shapes and dtypes fit.
 
-    It synchronises the device: the sender reuses the buffer after a barrier, which does not wait for the
-    GPU."""
+    Synchronises the device, as the sender reuses the buffer after a barrier that ignores the GPU."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)

@@ -24,7 +24,7 @@ from megarl.rollout.engines.sglang_http import (
 if TYPE_CHECKING:
     import aiohttp
 
-PULSE = 5.0  # seconds between health checks of a server that generates
+PULSE = 5.0  # seconds between health checks
 T = TypeVar("T")
 
 
@@ -46,7 +46,7 @@ class Server:
 class ServerPool:
     """A client's servers.
 
-    own    those that get weights from this client
+    own    those that get its weights
     limit  seconds for a slow call; question: for a quick one
     """
 
@@ -60,7 +60,7 @@ class ServerPool:
         self.own = [server for server in servers if server.url in mine]
         self.others = [server for server in servers if server.url not in mine]
         self.router = Server(rollout.router) if rollout.router and mine else None
-        # Other runs may replace the weights: version names contain a hash of this run's folder.
+        # In version names, as other runs may replace the weights.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
@@ -183,7 +183,7 @@ class ServerPool:
         """Use the servers with all weights. Raises EngineFailure without any."""
         self.version_name = self.name_version(version)
         await gather(self._finish(server) for server in self.own if server.loading)
-        # Other clients should have updated theirs; the first answer shows it.
+        # Other clients should have updated theirs; answers show it.
         for server in (*self.others, *([self.router] if self.router else ())):
             self.close(server, "it has new weights")
             self.open(server)

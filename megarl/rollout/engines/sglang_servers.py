@@ -1,7 +1,7 @@
 """External SGLang servers (`rollout.urls`), by their public HTTP calls.
 
 Weights go in the body of `update_weights_from_tensor`, which needs no shared machine, folder or process
-group, but 4/3 of their bytes for each tensor-parallel rank."""
+group."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ T = TypeVar("T")
 
 
 class SGLangServers(SGLangRequests):
-    """An engine on servers at `rollout.urls`.
-
-    The first of every `rollout.engine_tp` ranks is a client with a share of the servers.
+    """An engine on servers at `rollout.urls`, see EngineCapabilities.remote.
 
     A server that does not answer, or has other weights, is left out until the next weight update.
     """

@@ -19,7 +19,7 @@ from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_
 from megarl.weights.families import Sizes
 
 PREFILL_TOKENS = 16384  # padded prompt tokens of a forward pass, including those before its segments
-_NAN = 1 << 40  # added to the count of live rows if one has NaN, to copy both to the host at once
+_NAN = 1 << 40  # added to the count of live rows if one has NaN, for one copy to the host
 
 
 class Stopping:
@@ -76,8 +76,8 @@ class DecodeLoop:
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []  # recorded in this pass, by layer, [tokens, topk]
         self.cache = KVCache(model, self.experts)
-        # Per row: key (-1: none) and seed of the request, newest token and its position, number of response
-        # tokens and their limit. Rows from `used` to the end of a block are computed and ignored.
+        # Per row: key (-1: none), seed, newest token and its position, number of response tokens and their
+        # limit. Rows from `used` to the end of a block are computed and ignored.
         self.state = torch.zeros(6, self.block.get_capacity(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
         self.highest = 0  # upper bound of `limit`

@@ -168,7 +168,7 @@ class TransformersEngine(RolloutEngine):
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """Queue requests. A response ends with the token that completes a stop text.
 
-        Raises EngineError without weights, or if a request does not fit the model."""
+        Raises EngineError without weights, or if a request does not fit."""
         if not requests:
             return
         loop = next((loop for loop in self._loops if loop.params == params), None) or self._make_loop(params)

@@ -315,8 +315,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
     For batch invariance in chunks of COLUMNS queries, as a shared beginning may be computed separately.
 
-    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
-    -> [rows, heads, q, dim]
+    query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     """
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
     before, ordered, parts = keys - queries, is_batch_invariant(query), []
@@ -343,7 +342,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     A fully masked chunk adds zeros, so a row's sums do not depend on the number of columns.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
-    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]
+    mask, additive, [rows, 1, 1, n * COLUMNS]. The result is shaped as query.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
