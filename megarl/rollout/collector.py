@@ -15,11 +15,11 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import Sample, SampleGroup, TokenData
 
-SAME = 1e-6  # largest standard deviation of equal rewards; group_advantages adds it to the divisor
+SAME = 1e-6  # largest standard deviation of equal rewards; in group_advantages' divisor
 
 
 class GroupCollector:
-    """Decides which groups a step trains on, by the offered groups and their order only.
+    """Decides which groups a step trains on, only by the offered ones and their order.
 
     surplus: accepted groups that the previous step did not need
     """
@@ -55,9 +55,9 @@ class GroupCollector:
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
         """Return how many prompts to add with continuous batching. Raises as `next_batch`.
 
-        Their number depends on time; the accepted groups do not.
+        It depends on time; the accepted groups do not.
 
-        ahead: complete groups that wait for an earlier one; running: number of incomplete groups
+        ahead: complete groups that wait for an earlier one; running: incomplete groups
         """
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
@@ -114,7 +114,7 @@ class GroupCollector:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
-        """Return `prompts` groups, rejected ones last, and at most `prompts` surplus groups."""
+        """Return `prompts` groups, rejected ones last, and surplus groups."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
@@ -144,8 +144,8 @@ class GroupCollector:
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
     """Return the samples of groups as columns, with the tokens on this rank.
 
-    A sample that does not count is its prompt alone, in a separate group: it adds no token to a loss,
-    denominator or statistic.
+    A sample that does not count is its prompt alone, in a separate group: it adds nothing to losses,
+    denominators or statistics.
 
     compared: only `SampleGroup.counted` count; else all graded ones
     """

@@ -1,4 +1,4 @@
-"""The controller: has prompts sampled on engines until a step has enough groups."""
+"""The controller: samples prompts on engines until a step has enough groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 TakePrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
-PRIOR = 8  # finished responses credited to each engine, as early speeds vary
+PRIOR = 8  # finished responses credited to each engine: early speeds vary
 
 
 @dataclass
@@ -65,8 +65,8 @@ class EngineLoad:
 class Controller:
     """Runs rollouts by messages to workers, on the first engine rank.
 
-    With continuous batching, new prompts start while groups are missing. Then the rest is aborted, and
-    comes first in the next step."""
+    With continuous batching, prompts start while groups are missing. Then the rest is aborted, and comes
+    first in the next step."""
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, take_prompts: TakePrompts) -> None:
         self.config, self.hub, self.take_prompts = config, hub, take_prompts
@@ -233,7 +233,7 @@ class Controller:
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
-        """Abort all responses. Return the requests whose groups were not taken, in order."""
+        """Abort all responses. Return requests whose groups were not taken, in order."""
         keep, self._is_aborting = self.config.rollout.continue_partial, True
         ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
@@ -383,8 +383,8 @@ def share_out(
 ) -> list[list[int]]:
     """Return the waiting responses that each engine starts now.
 
-    Each response goes to the engine that would run dry first at its speed so far. An engine takes from the
-    front of its queue, then from the end of the longest one, whose neighbours may share a prompt.
+    A response goes to the engine that would run dry first at its speed. An engine takes from the front of
+    its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
     limits: most responses at once; finished: a measure of speed
     """

@@ -36,7 +36,7 @@ class EpisodeAborted(BaseException):
 class EngineClient:
     """Passes requests of coroutines to the leader's engine.
 
-    threads: wait for the engine, as user code may occupy the loop's default threads."""
+    threads: wait for it, as user code may occupy the loop's default threads."""
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
@@ -128,7 +128,7 @@ class Episode(Protocol):
     seed: int
     turns: int
     calls: int  # of tools and environments
-    aborted: bool  # set at the rollout's end; the next request raises EpisodeAborted
+    aborted: bool  # the next request raises EpisodeAborted
     windowed: bool
     generating: bool
 
@@ -189,7 +189,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
 
 
 def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return arguments `tools` and `opening` of read_prompts. Raises ConfigError."""
+    """Return `tools` and `opening` of read_prompts. Raises ConfigError."""
     if not config.rollout.is_multi_turn:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options

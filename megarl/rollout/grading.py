@@ -115,7 +115,7 @@ class Grader:
 
 
 def split_policy_turns(data: TokenData) -> list[list[int]]:
-    """Return the tokens of each policy turn; turns without an observation in between count as one."""
+    """Return the tokens of each policy turn; turns without observations between them are one."""
     if data.is_sampled is None:
         return [data.tokens.tolist()]
     pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)

@@ -27,7 +27,7 @@ from megarl.rollout.sampling import SamplingParams
 
 TRAINER = -1  # number of a first trainer without an engine; engine ranks count from 0
 KEEP_ALIVE_SECONDS = 10.0
-LINGER = 5000  # milliseconds in which a closed socket may still send
+LINGER = 5000  # milliseconds in which a closed socket may send
 _INPROC_ADDRESS = "inproc://controller"
 
 
@@ -72,7 +72,7 @@ class RestartEngines(Message):
 
 
 class EndRollout(Message):
-    """The rollout is finished; join the broadcast. keep: samples whose tokens are still needed"""
+    """The rollout is finished; join the broadcast. keep: samples that are still needed"""
 
     keep: list[int]
 
@@ -91,7 +91,7 @@ class SamplesFinished(Message):
 
 
 class ToolWaitCount(Message):
-    """The number of episodes that wait for a tool or the like."""
+    """The number of episodes that are not `in_engine`."""
 
     count: int
 
@@ -279,7 +279,7 @@ class Hub:
                 self.last_heard[message[0]] = time.monotonic()
                 received.append(message)
         if time.monotonic() - began > seconds + KEEP_ALIVE_SECONDS:
-            self.reset_silence()  # this process was blocked, as in a recovery
+            self.reset_silence()  # this process was blocked
         return received
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -126,7 +126,7 @@ def select_groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence
 def make_records(
     step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int
 ) -> dict[int, SampleRecord]:
-    """Return at most `limit` finished samples to read, by row of the batch."""
+    """Return at most `limit` finished samples, by row of the batch."""
     pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
     found = [
         SampleRecord(

@@ -59,7 +59,7 @@ class RolloutRank:
 
     recover       restarts failed engines, see WeightSync; called on all engine ranks
     take_prompts  returns the next n prompts; called on the first rank
-    seconds       of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
+    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RolloutRank:
     ) -> list[tuple[ProblemSet, list[SampleGroup]]]:
         """Sample and grade answers to the sets' problems; rank 0 gets the tokens.
 
-        Seeds do not depend on other sets. Raises DataError without a problem."""
+        Seeds do not depend on other sets. Raises DataError without problems."""
         if not any(one.problems for one in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
@@ -239,7 +239,7 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return references to this rank's state between steps, for `join_shares`."""
+        """Return references to this rank's state, for `join_shares`."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
         if controller is None:
@@ -256,7 +256,7 @@ class RolloutRank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `join_shares`, with any number of engines."""
+        """Continue from `join_shares`, with any number of engines."""
         each, worker = self.config.rollout.engine_tp, self.worker
         loaded = load_state(state, worker.rank, self.ranks.world // each, each)
         worker.graded, worker.partials = loaded.graded, loaded.partials

@@ -1,7 +1,6 @@
 """Seeded sampling, and seeds. SGLang's processes import this file, so it imports nothing of megarl.
 
-A response depends only on its prompt, seed and the weights: a token is the inverse CDF at a counter-based
-random number."""
+A token depends only on its logits and seed: it is the inverse CDF at a counter-based random number."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # columns of one running sum
-AT_ONCE = 16  # blocks converted to float64 at once
+AT_ONCE = 16  # blocks converted to float64
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -32,7 +31,7 @@ class SamplingParams:
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return the number of newest tokens that may contain a stop text; 0 without any."""
+    """Return how many newest tokens may contain a stop text; 0 without any."""
     return max((len(text.encode()) + 8 for text in stop), default=0)
 
 
@@ -76,7 +75,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed for selecting a response's tokens in an update."""
+    """Return the seed for an update's selection of tokens."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -99,8 +98,8 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     """Return the first column whose running sum exceeds (`right`) or reaches `share` of the row's sum.
 
-    Sums are float64: float32's error over a vocabulary exceeds rare tokens' probability. They run over
-    blocks, then within one, to save memory.
+    Sums are float64, as float32's error exceeds rare tokens' probability. They run over blocks, then within
+    one, to save memory.
 
     weights: [rows, n]; share: [rows, 1]. Returns int64 [rows, 1]; with `right` their weights are positive."""
     size = weights.shape[1]

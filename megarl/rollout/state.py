@@ -77,7 +77,7 @@ def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class LoadedState:
-    """A rank's result of `load_state`. graded, partials: those on this rank, by id"""
+    """A rank's result of `load_state`. graded, partials: by sample id"""
 
     surplus: list[SampleGroup] = field(default_factory=list)
     returned: list[GroupRequest] = field(default_factory=list)
@@ -88,7 +88,7 @@ class LoadedState:
 
 
 def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
-    """Invert `join_shares` for one rank. Samples are divided evenly among engines."""
+    """Invert `join_shares` for one rank. Engines get equal shares of samples."""
     loaded = LoadedState(lengths=dict(state.get("lengths", ())))
     for i, entry in enumerate(state["surplus"]):
         owner = i % engines * ranks_per_engine

@@ -38,7 +38,7 @@ class RunningEpisode:
 
 
 class Worker:
-    """Follows the controller's messages during a rollout. recover: see RolloutRank"""
+    """Follows the controller's messages. recover: see RolloutRank"""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Worker:
         await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
-        """Report the episodes that wait, so that the engine gets more work."""
+        """Report waiting episodes, so that the engine gets more work."""
         reported = 0
         while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()

@@ -20,7 +20,7 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for a response that does not depend on the batch composition."""
+    """A request for one response."""
 
     prompt_tokens: tuple[int, ...]
     seed: int
@@ -49,9 +49,9 @@ class RolloutEngine(ABC):
 
     Only the leader, their first, gets requests and raises EngineFailure."""
 
-    weight_version: int = -1  # -1 before the first update
+    weight_version: int = -1  # before the first update
 
-    # Required methods. The weight backend may call further ones, see sync/backends.
+    # Required methods; sync/backends may call further ones.
 
     @classmethod
     @abstractmethod
@@ -113,7 +113,7 @@ class RolloutEngine(ABC):
         return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights, and refuse requests until `end_update`. Weights in no bucket stay."""
+        """Refuse requests until `end_update`. Weights in no bucket stay."""
         return None
 
     def sleep(self, tags: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class RolloutEngine(ABC):
         return None
 
     def take_notes(self) -> list[str]:
-        """Return messages for the user since the last call."""
+        """Return new messages for the user."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:

@@ -74,7 +74,7 @@ class SGLangRequests(RolloutEngine):
     def _token_data(
         self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
     ) -> TokenData:
-        """Return the request's prefix followed by SGLang's answer, or raise EngineFailure.
+        """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
             answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error
@@ -96,7 +96,7 @@ class SGLangRequests(RolloutEngine):
         elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             problem = "a log-probability that is not a finite number below 0"
         elif routed and finish != "abort":
-            # Of the whole sequence, as these weights have prefilled the prefix again.
+            # Of the whole sequence: these weights have prefilled the prefix again.
             length = len(request.prompt_tokens) + prefix.num_tokens + count
             experts, problem = _decode_routing(routing or "", length, self.hf_config)
         if problem:
@@ -224,12 +224,12 @@ class SGLangEngine(SGLangRequests):
         # By default, states of linear attention's convolutions are bf16.
         conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if get_family(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
-            # Graphs can sleep only if SGLang's memory saver manages them from the start. It refuses
-            # "breakable" graphs, prefill's default (BreakableCudaGraphBackend.__init__).
+            # Graphs can sleep only if the memory saver manages them from the start. It refuses "breakable"
+            # ones, prefill's default (BreakableCudaGraphBackend.__init__).
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
             found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
-            # 1 would permute experts' rows at each load, and again those that a transfer leaves out.
+            # 1 would permute experts' rows at each load, even those that a transfer leaves out.
             found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
             # Ranks that sampled different tokens would deadlock.
             found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
@@ -324,7 +324,7 @@ class SGLangEngine(SGLangRequests):
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free device memory on all ranks, of CUDA graphs with the KV cache."""
+        """See RolloutEngine. CUDA graphs are freed with the KV cache."""
         if "weights" in tags:
             self._has_weights = False
         self._call("sleep", _with_graphs(tags))

@@ -34,11 +34,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of packages on a CPU. Calls of a stub raise.
+    """Install stubs of packages on a CPU, whose calls raise.
 
     Must run in each of SGLang's processes before it imports sglang.
 
-    sgl_kernel    imported by modules that run torch-native code or sglang_kernels.py
+    sgl_kernel    its importers run torch-native code or sglang_kernels.py
     torchvision   the package index has only a CUDA build, which breaks transformers with a CPU torch
     """
     if torch.cuda.is_available():
@@ -143,7 +143,7 @@ class Calls:
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory, but this call after a barrier of all ranks
+        # SGLang's first answer waits for its first rank only, this one for a barrier of all ranks
         # (Scheduler.handle_rpc_request).
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
@@ -174,7 +174,7 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # Threads: an event loop needs a non-blocking socket, whose buffer messages may exceed.
+        # An event loop needs a non-blocking socket, whose buffer messages may exceed.
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))

@@ -1,6 +1,6 @@
-"""HTTP calls of external SGLang servers, and the check that they fit the run.
+"""HTTP calls of external SGLang servers, and checks that they fit the run.
 
-Written against SGLang 0.5.23. Needs aiohttp, the extra `agents`."""
+Needs aiohttp, the extra `agents`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
-CONNECTION = 5.0  # seconds to a connection
+CONNECTION = 5.0  # seconds
 QUESTION = 30.0  # seconds of quick calls; a health check takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
@@ -122,7 +122,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Open a session without idle connections, which a server may close during a request."""
+    """Open a session without idle connections, which servers may close during requests."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -208,7 +208,7 @@ async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expecte
 
 
 def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
-    """Raise ConfigError if servers do not answer or fit, or are fewer than `engines`."""
+    """Raise ConfigError if servers do not answer or fit, or are too few."""
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))

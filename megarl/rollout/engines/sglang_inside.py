@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
 from megarl.rollout.sampling import SamplingParams, choose
 
-BACKEND = "pytorch"  # SGLang insists on this name on a CPU
+BACKEND = "pytorch"  # required on a CPU
 # Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
 # They are always 1 here, and a sleep loses them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
@@ -83,7 +83,7 @@ class SeededSampler(Sampler):
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler process with our sampler, on a CPU with our kernels."""
+    """Run SGLang's scheduler with our sampler, on a CPU with our kernels."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
@@ -93,7 +93,7 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Replace code of some families that does not run on a CPU.
+    """Replace code that does not run on a CPU.
 
     Torch-native attention reads the cache, so multi-latent prompts go through latents, too. Linear
     attention's norm and shared expert's gate are Triton kernels."""

@@ -18,7 +18,7 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 def assign_req_to_token_pool_cpu(
     requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
 ) -> None:
-    """Write each request's new cache slots, concatenated in `slots`, into its row of `pool`.
+    """Write requests' new cache slots, concatenated in `slots`, into their rows of `pool`.
 
     srt/mem_cache/allocation.py, assign_req_to_token_pool_func"""
     taken = 0
@@ -172,8 +172,8 @@ def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, route
     routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
-# OPS are in torch.ops.sgl_kernel. SGLang detects the AMX kernels by another name there
-# (convert_weight_packed, srt/utils/common.py).
+# OPS are in torch.ops.sgl_kernel, but without convert_weight_packed, by which SGLang detects AMX
+# (srt/utils/common.py).
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "sgl_kernel": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
     "sgl_kernel.mamba": {

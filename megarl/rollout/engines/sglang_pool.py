@@ -60,7 +60,7 @@ class ServerPool:
         self.own = [server for server in servers if server.url in mine]
         self.others = [server for server in servers if server.url not in mine]
         self.router = Server(rollout.router) if rollout.router and mine else None
-        # In version names, as other runs may replace the weights.
+        # Part of version names, as other runs may replace the weights.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
@@ -94,7 +94,7 @@ class ServerPool:
         return info.weight_version == self.version_name
 
     def choose(self, *, direct: bool) -> Server:
-        """Return the router, or the server with the fewest requests. Raises EngineFailure without any."""
+        """Return the router or the least busy server. Raises EngineFailure without any."""
         if not direct and self.router and self.router.usable:
             return self.router
         for servers in (self.own, self.others):
@@ -121,7 +121,7 @@ class ServerPool:
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave out a server with work that does not answer for `engine_timeout`."""
+        """Leave out a busy server without an answer for `engine_timeout`."""
         path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)

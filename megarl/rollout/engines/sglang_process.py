@@ -1,4 +1,4 @@
-"""The leader's handle of the process that runs an SGLang engine (sglang_host.py)."""
+"""The leader's handle of an SGLang engine's process (sglang_host.py)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import psutil
 from megarl.config.errors import EngineFailure
 
 POLL = 0.2
-KILL_WAIT = 30.0  # seconds in which killed processes must end
-LOG_LINES = 4  # of the engine's log in an error message
+KILL_WAIT = 30.0  # seconds for killed processes to end
+LOG_LINES = 4  # in an error message
 
 
 class EngineProcess:
@@ -105,11 +105,11 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine's processes and wait for their end."""
+        """Kill the engine's processes, and wait for their end."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group exists as long as a process of it
+            os.killpg(self.pid, signal.SIGKILL)  # a group outlives its first process
         self._process.wait()
         self._connection.close()
         deadline = time.monotonic() + KILL_WAIT
@@ -119,7 +119,7 @@ class EngineProcess:
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for a message, at most `seconds` or POLL. limit: seconds of silence in total"""
+        """Wait for a message, at most `seconds` or POLL. limit: seconds of silence"""
         assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):

@@ -1,7 +1,4 @@
-"""External SGLang servers (`rollout.urls`), by their public HTTP calls.
-
-Weights go in the body of `update_weights_from_tensor`, which needs no shared machine, folder or process
-group."""
+"""External SGLang servers (`rollout.urls`), by their public HTTP calls, see docs/sglang.md."""
 
 from __future__ import annotations
 
@@ -36,16 +33,13 @@ from megarl.rollout.engines.sglang_pool import Server, ServerPool
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 
-TOKEN = 1.0  # seconds per token, with waits in the server's queue, beyond engine_timeout
-TRIES = 3  # of a request at a server that answers and has the right weights
+TOKEN = 1.0  # seconds per token, waits in the server's queue included, beyond engine_timeout
+TRIES = 3  # of a request at a server with the right weights
 T = TypeVar("T")
 
 
 class SGLangServers(SGLangRequests):
-    """An engine on servers at `rollout.urls`, see EngineCapabilities.remote.
-
-    A server that does not answer, or has other weights, is left out until the next weight update.
-    """
+    """An engine on servers at `rollout.urls`, see EngineCapabilities.remote."""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
@@ -117,7 +111,7 @@ class SGLangServers(SGLangRequests):
             self.pool.close(server, why)
 
     def stop(self) -> None:
-        """Close the client. Servers continue, even in the middle of an update."""
+        """Close the client. Servers continue, even during an update."""
         if self._loop is None:
             return
         loading = [server for server in self.pool.own if server.loading]

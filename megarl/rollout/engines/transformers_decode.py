@@ -18,7 +18,7 @@ from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, 
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
-PREFILL_TOKENS = 16384  # padded prompt tokens of a forward pass, including those before its segments
+PREFILL_TOKENS = 16384  # padded tokens of a forward pass, and before its segments
 _NAN = 1 << 40  # added to the count of live rows if one has NaN, for one copy to the host
 
 
@@ -61,9 +61,9 @@ class Stopping:
 class DecodeLoop:
     """Decodes at most `max_batch` requests, one row each. Waiting prompts take free rows.
 
-    On a CPU in float32, responses and log-probs are bitwise batch-invariant, except for mixtures of experts.
-    A library's order of summation depends on its operands' shapes, so these may not depend on other
-    responses: see Block, decode_attention, prefill_attention and _width.
+    On a CPU in float32 this is bitwise batch-invariant, except for mixtures of experts. A library's order of
+    summation depends on its operands' shapes, so these may not depend on other responses: see Block,
+    decode_attention, prefill_attention and _width.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class DecodeLoop:
 
     def _make_room(self, rows: int) -> None:
         """Grow the cache to `rows` rows, and columns geometrically."""
-        # A finished row writes one token behind its end.
+        # Finished rows write one token more, see `_choose`.
         rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
             grown = min(columns * 3 // 2 + 128, columns + self.highest)
@@ -298,7 +298,7 @@ class Segment(NamedTuple):
 def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
     """Cut prompts into segments, ordered by start.
 
-    shared: whether common beginnings, of whole COLUMNS, are segments; else each prompt is one"""
+    shared: common beginnings, of whole COLUMNS, are segments; else each prompt is one"""
 
     def chunk(number: int, start: int) -> object:
         """Return a key of the tokens here; unique at the prompt's end."""

@@ -83,7 +83,7 @@ class TransformersEngine(RolloutEngine):
             )
         model.to_empty(device=self.device)
         model.tie_weights()  # to_empty gives tied weights a storage each
-        # Rotary frequencies are not in the checkpoint, and to_empty left them undefined.
+        # Rotary frequencies are not in the checkpoint; to_empty left them undefined.
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
         for name, bias in list(model.named_buffers()):
@@ -131,7 +131,7 @@ class TransformersEngine(RolloutEngine):
         tensors: dict[str, Tensor] = {}
         biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(BIAS))
         for name, parameter in (*self.model.named_parameters(), *biases):
-            # transformers 5 has a layer's experts in two tensors; files separate them.
+            # transformers 5 has a layer's experts in two tensors, unlike files.
             layer, of_experts, kind = name.rpartition(".experts.")
             if not of_experts:
                 tensors[name] = parameter.data
@@ -218,7 +218,7 @@ class TransformersEngine(RolloutEngine):
             if self.model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: asked for responses while it is {state}")
-        if params.stop not in self._stopping:  # slow to make
+        if params.stop not in self._stopping:
             self._stopping[params.stop] = Stopping(
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )

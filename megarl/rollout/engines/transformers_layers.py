@@ -17,10 +17,9 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 from megarl.weights.families import Sizes
 
 ATTENTION = "megarl_rollout"  # name of `attention` in transformers
-# Keys of a chunk of attention. On CUDA, the memory-efficient kernel needs bf16 masks with a multiple of 8
-# columns.
+# Keys of a chunk of attention. CUDA's memory-efficient kernel needs a multiple of 8 for bf16 masks.
 COLUMNS = 64
-NARROW = 256  # hidden size below which calling a product costs more than multiplying
+NARROW = 256  # hidden size below which calls cost more than products
 LARGEST = 64  # rows of a wide layer's product
 
 
@@ -45,8 +44,8 @@ class Block(NamedTuple):
     def make(weights: Sequence[Tensor], hidden: int) -> Block:
         """Return the block for a model with these weights, which are overwritten.
 
-        A narrow model multiplies at least two blocks at once, as MKL has another code path for one.
-        Without batch invariance, blocks only limit the number of shapes."""
+        A narrow model multiplies at least two blocks, as MKL has another code path for one. Without batch
+        invariance, blocks only limit the number of shapes."""
         if not is_batch_invariant(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(find_fewest_rows(weights), largest=LARGEST)
@@ -162,7 +161,7 @@ class KVCache:
         """Keep a forward pass's keys and values for `place`.
 
         start: first column; before: int64 [segments], rows with the columns before
-        lengths: int64 [segments], prompt tokens up to each segment's end"""
+        lengths: int64 [segments], tokens up to each segment's end"""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
             yield
@@ -213,7 +212,7 @@ class KVCache:
 
         def grown(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
-            # Masked columns have weight 0, and 0 times an uninitialised NaN is NaN.
+            # Masked columns weigh 0, but 0 times an uninitialised NaN is NaN.
             fresh = old.new_zeros(shape)
             fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
             return fresh
@@ -313,7 +312,7 @@ def attention(
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally with the queries of the last keys.
 
-    For batch invariance in chunks of COLUMNS queries, as a shared beginning may be computed separately.
+    For batch invariance it takes COLUMNS queries at once: a shared beginning may be computed separately.
 
     query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     """
