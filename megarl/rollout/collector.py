@@ -55,7 +55,7 @@ class GroupCollector:
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
         """Return how many prompts to add with continuous batching. Raises as `next_batch`.
 
-        It depends on time; the accepted groups do not.
+        The number depends on time; the accepted groups do not.
 
         ahead: complete groups that wait for an earlier one; running: incomplete groups
         """

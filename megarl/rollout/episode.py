@@ -36,7 +36,7 @@ class EpisodeAborted(BaseException):
 class EngineClient:
     """Passes requests of coroutines to the leader's engine.
 
-    threads: wait for it, as user code may occupy the loop's default threads."""
+    threads: wait for the engine, as user code may occupy the loop's default threads."""
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
@@ -134,7 +134,7 @@ class Episode(Protocol):
 
     @property
     def prefix_tokens(self) -> int:
-        """Return the tokens from earlier steps with `rollout.window`; else 0."""
+        """Return the number of tokens from earlier steps, with `rollout.window`; else 0."""
 
     @property
     def waiting(self) -> str:
@@ -281,7 +281,7 @@ async def generate_turn(
     if not found.num_tokens and prefix is not None:
         found = prefix
     if found.policy_versions is None:
-        # The transformers engine reports none: its present weights sampled.
+        # The transformers engine reports no versions: its present weights sampled.
         versions = np.full(found.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions
@@ -294,7 +294,7 @@ def _cut_at_stop(
 ) -> TokenData:
     """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
-    They are in SGLang's prompt, which it does not search. context: tokens before the turn
+    These tokens are in SGLang's prompt, which is not searched. context: tokens before the turn
     """
     window = stop_window(stop)
     for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):

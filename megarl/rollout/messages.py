@@ -66,7 +66,7 @@ class SendTokenData(Message):
 
 
 class RestartEngines(Message):
-    """Restart engines on all engine ranks. failures: (rank, reason)"""
+    """Restart failed engines; all engine ranks take part. failures: (rank, reason)"""
 
     failures: list[tuple[int, str]]
 

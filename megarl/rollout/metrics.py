@@ -82,7 +82,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
 def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return the standard error of response/length_mean, in tokens.
 
-    Prompts are its units, as responses to one are correlated."""
+    The units are prompts, whose responses are correlated."""
     by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]
     by_prompt = [lengths for lengths in by_prompt if lengths]
     prompts, count = len(by_prompt), sum(map(len, by_prompt))

@@ -145,7 +145,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logits: [rows, vocab]; seeds and index: int64 [rows]
 
     Returns tokens int64 [rows], and their log-probs float32 [rows] under the whole distribution after
-    temperature (greedy: temperature 1), NaN where a row's logits have NaN."""
+    temperature (greedy: temperature 1), NaN in rows with NaN logits."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)

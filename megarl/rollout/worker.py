@@ -250,7 +250,7 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait for episodes. Generating ones end by themselves; others are cancelled."""
+        """Wait for generating episodes to end, and cancel others."""
         tasks = [one.task for one in self._running.values()]
         if not tasks:
             return

@@ -79,7 +79,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def running(self) -> int:
-        """Return the number of requests not yet returned."""
+        """Count the requests not yet returned."""
 
     @abstractmethod
     def abort(self) -> list[tuple[int, TokenData]]:

@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install stubs of packages on a CPU, whose calls raise.
+    """Install stubs of packages on a CPU. Their calls raise.
 
     Must run in each of SGLang's processes before it imports sglang.
 
@@ -43,7 +43,7 @@ def install_cpu_stubs() -> None:
     """
     if torch.cuda.is_available():
         return
-    is_torchvision_available()  # transformers caches the answer before the stub
+    is_torchvision_available()  # first, as transformers caches the answer
     for package in (KERNELS, VISION):
         if package not in sys.modules and find_spec(package) is None:
             sys.meta_path.append(_Stub(package))
@@ -84,7 +84,7 @@ class _Stub(MetaPathFinder, Loader):
 
 
 def leave_out_megatron() -> None:
-    """Prevent the import of Megatron by SGLang's dumper.
+    """Keep SGLang's dumper from importing Megatron.
 
     Megatron sets a mode of the memory saver (inference/contexts/dynamic_context.py) in which SGLang crashes
     at its first CUDA graph."""
@@ -143,7 +143,7 @@ class Calls:
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang's first answer waits for its first rank only, this one for a barrier of all ranks
+        # That call ends with SGLang's first rank, this one after a barrier of all ranks
         # (Scheduler.handle_rpc_request).
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
 CONNECTION = 5.0  # seconds
-QUESTION = 30.0  # seconds of quick calls; a health check takes up to 20
+QUESTION = 30.0  # seconds for quick calls; a health check takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A server did not answer, or with an error. code: HTTP status; 0: no answer."""
+    """A server did not answer, or answered with an error. code: HTTP status; 0: no answer."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)

@@ -32,8 +32,8 @@ class SeededSampler(Sampler):
     """Samples by sampling.py.
 
     `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
-    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then they
-    are copied to the device."""
+    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
+    they copied to the device."""
 
     _rows: Any = None
     _count = 0

@@ -1,4 +1,4 @@
-"""The leader's handle of an SGLang engine's process (sglang_host.py)."""
+"""The leader's handle of an SGLang process (sglang_host.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_LINES = 4  # in an error message
 class EngineProcess:
     """Runs the process and exchanges messages with it. After an EngineFailure end it.
 
-    limit        seconds without a message while the engine has work
+    limit        seconds of silence while the engine has work
     start_limit  seconds until it is ready
     """
 

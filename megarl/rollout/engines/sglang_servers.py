@@ -33,7 +33,7 @@ from megarl.rollout.engines.sglang_pool import Server, ServerPool
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 
-TOKEN = 1.0  # seconds per token, waits in the server's queue included, beyond engine_timeout
+TOKEN = 1.0  # seconds per token, with waits in the server's queue, beyond engine_timeout
 TRIES = 3  # of a request at a server with the right weights
 T = TypeVar("T")
 

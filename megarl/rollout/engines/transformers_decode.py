@@ -18,7 +18,7 @@ from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, 
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
-PREFILL_TOKENS = 16384  # padded tokens of a forward pass, and before its segments
+PREFILL_TOKENS = 16384  # padded tokens of a forward pass, with those before its segments
 _NAN = 1 << 40  # added to the count of live rows if one has NaN, for one copy to the host
 
 
