@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step trains on (DAPO eq. 11), and these groups as columns."""
+"""Dynamic sampling (DAPO eq. 11), and a step's groups as columns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import Sample, SampleGroup, TokenData
 
-SAME = 1e-6  # rewards with a smaller standard deviation count as equal: group_advantages adds this to it
+SAME = 1e-6  # largest standard deviation of equal rewards; in group_advantages' divisor
 
 
 class GroupCollector:
-    """Decides which groups a step trains on. Depends only on the offered groups and their order.
+    """Decides which groups a step trains on, only by the offered ones and their order.
 
     surplus: accepted groups that the previous step did not need
     """
@@ -39,7 +39,7 @@ class GroupCollector:
         return max(0, self.prompts - len(self.accepted))
 
     def next_batch(self) -> int:
-        """Return the number of prompts of the next generation batch; 0 when enough or at the limit.
+        """Return the size of the next generation batch; 0 if none is needed or allowed.
 
         Raises DataError at the limit if `at_limit` is "stop"; ConfigError if nothing was graded."""
         if not self.missing:
@@ -53,11 +53,11 @@ class GroupCollector:
         return min(self.prompts, max(self.missing, self._estimate(self.missing, ())))
 
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
-        """Return the number of prompts to submit now, with continuous batching. Raises as `next_batch`.
+        """Return how many prompts to add with continuous batching. Raises as `next_batch`.
 
-        How many run depends on time. Which groups are accepted does not.
+        The number depends on time; the accepted groups do not.
 
-        ahead: complete groups that wait for an earlier one; running: number of incomplete groups
+        ahead: complete groups that wait for an earlier one; running: incomplete groups
         """
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
@@ -85,7 +85,7 @@ class GroupCollector:
         return not self.dynamic.enabled or self._differs(group)
 
     def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
-        """Estimate the prompts that yield `missing` groups, by Laplace's rule of succession."""
+        """Estimate prompts for `missing` groups by Laplace's rule of succession."""
         kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
         return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
 
@@ -114,14 +114,12 @@ class GroupCollector:
             (self.accepted if self._accepts(group) else self.rejected).append(group)
 
     def result(self) -> tuple[list[SampleGroup], list[SampleGroup]]:
-        """Return `prompts` groups, if need be with rejected ones, and at most `prompts` surplus groups."""
+        """Return `prompts` groups, rejected ones last, and surplus groups."""
         groups = (self.accepted + self.rejected)[: self.prompts]
         return groups, self.accepted[self.prompts : 2 * self.prompts]
 
     def stats(self) -> dict[str, float]:
-        """Return rollout/*: counts over the groups offered in this step.
-
-        groups_all_right and groups_all_wrong count only groups that dynamic sampling would reject."""
+        """Return rollout/* of the groups offered in this step."""
         groups, surplus = self.result()
         used = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
@@ -144,12 +142,12 @@ class GroupCollector:
 
 
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
-    """Return the samples of groups, in their order, as columns, with the tokens that are on this rank.
+    """Return the samples of groups as columns, with the tokens on this rank.
 
-    A sample that does not count is its prompt alone, in a separate group: it adds no token to a loss,
-    denominator or statistic.
+    A sample that does not count is its prompt alone, in a separate group: it adds nothing to losses,
+    denominators or statistics.
 
-    compared: only `SampleGroup.counted` count; otherwise all graded ones do
+    compared: only `SampleGroup.counted` count; else all graded ones
     """
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
@@ -182,11 +180,11 @@ def _sample_columns(
     rewards         float32
     correct         bool
     truncated       bool
-    group_ids       int64, position of the sample's group in `groups`; a separate one if it does not count
-    policy_version  int64, version of its oldest token
+    group_ids       int64, position in `groups`; a separate one if the sample does not count
+    policy_version  int64, of the oldest token
     response_index  int64, position in its group
-    prefix_tokens   int64, tokens that earlier steps sampled; only with `rollout.window`
-    unfinished      bool; only with `rollout.window`
+    prefix_tokens   int64, sampled by earlier steps
+    unfinished      bool; as prefix_tokens only with `rollout.window`
     """
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
     ids = [g if counts_row else len(groups) + row for row, (g, _, counts_row) in enumerate(rows)]
@@ -212,16 +210,16 @@ def _sample_columns(
 def pack_tokens(
     sequences: Sequence[tuple[np.ndarray, int, TokenData]], samples: Sequence[Sample]
 ) -> TrainBatch:
-    """Pack prompts and responses. `samples` of the whole step decide which columns every rank makes.
+    """Pack prompts and responses. `samples` of the whole step decide the columns on every rank.
 
     Columns [T], 0 for tokens that the policy did not sample:
         engine_logprobs  float32
         token_versions   int32, if some sample was continued under new weights
         turn_rewards     float32, if some turn has a reward
-        routing          [T, layers, topk], if the engine's choice of experts was recorded (`routing_array`)
+        routing          [T, layers, topk], `routing_array`, if recorded
 
     Args:
-        sequences: prompt, policy version of its group, and tokens of the response, on this rank
+        sequences: prompt, its group's policy version, and response, of this rank
     """
     cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
     total = int(cu_seqlens[-1])
@@ -230,7 +228,7 @@ def pack_tokens(
     rewards = np.zeros(total, dtype=np.float32)
     formats = (sample.experts_format for sample in samples)
     kind, shape = next((found for found in formats if found is not None), ("uint8", (0,)))
-    none = np.iinfo(kind).max  # surplus may be of a step that recorded nothing
+    none = np.iinfo(kind).max  # surplus may have no routing
     routing = np.full((total, *shape), none, dtype=kind)
     for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
         first = start + prompt.size
@@ -254,11 +252,11 @@ def pack_tokens(
 
 
 def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
-    """Return the further columns [n] that the advantage's method or the teachers need.
+    """Return the columns [n] that advantages or teachers need.
 
-    reward_parts  float32 [n, parts], each of `reward.parts` but the model's, without its weight
+    reward_parts  float32 [n, parts], `reward.parts` without the model's, unweighted
     prompt_uids   int64
-    teachers      int64, number of the response's teacher; -1 for none
+    teachers      int64; -1: none
     """
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     wanted, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()

@@ -1,4 +1,4 @@
-"""The controller: decides which prompts are sampled, where, and when a step has enough groups."""
+"""The controller: samples prompts on engines until a step has enough groups."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megarl.rollout.sampling import SamplingParams, response_seed
 
 TakePrompts = Callable[[int], Sequence[Prompt]]
 StepGroups = tuple[list[SampleGroup], dict[str, float], dict[str, int]]  # groups, metrics, errors
-PRIOR = 8  # finished responses credited to each engine, so that early speeds vary little
+PRIOR = 8  # finished responses credited to each engine: early speeds vary
 
 
 @dataclass
 class GroupRequest:
     prompt: Prompt
     seeds: Sequence[int]
-    expected: float = 0.0  # mean length of the prompt's newest group, tokens; 0: unknown
+    expected: float = 0.0  # mean tokens of the prompt's previous group; 0: unknown
     first_id: int | None = None
-    engine_by_response: Sequence[int | None] = ()  # which keeps a partial response; None: there is none
+    engine_by_response: Sequence[int | None] = ()  # None: no tokens are kept
 
     @property
     def partials(self) -> list[tuple[int, int]]:
@@ -55,20 +55,18 @@ class Slot:
 @dataclass
 class EngineLoad:
     servers: int = 1
-    queue: list[Slot] = field(default_factory=list)  # waiting slots planned for it, in order
+    queue: list[Slot] = field(default_factory=list)
     waiting_for_tool: int = 0
     finished: int = 0
-    newly_finished: int = 0  # reported by the newest messages
+    newly_finished: int = 0  # by the newest messages
     busy_seconds: float = 0.0
 
 
 class Controller:
-    """Runs rollouts by messages to and from workers, on the first rank with an engine.
+    """Runs rollouts by messages to workers, on the first engine rank.
 
-    With continuous batching, new prompts start while groups are missing. The rest is aborted
-    and comes first in the next step.
-
-    take_prompts: returns the next n prompts of the training data"""
+    With continuous batching, prompts start while groups are missing. Then the rest is aborted, and comes
+    first in the next step."""
 
     def __init__(self, config: Config, hub: m.Hub, ranks: int, take_prompts: TakePrompts) -> None:
         self.config, self.hub, self.take_prompts = config, hub, take_prompts
@@ -77,13 +75,13 @@ class Controller:
         self.engines = ranks // self.ranks_per_engine
         self.surplus: list[SampleGroup] = []
         self.returned: list[GroupRequest] = []
-        self.lengths: dict[int, float] = {}  # by uid, see GroupRequest.expected
+        self.lengths: dict[int, float] = {}  # by uid: GroupRequest.expected
         self.orders: list[m.Order] = []
         self.next_id = 1
         self.start_rollout(SamplingParams(0))
 
     def start_rollout(self, params: SamplingParams, *, terms: bool = True, window: int = 0) -> None:
-        """Reset the state of one rollout. window: most new tokens of a response; 0: no limit"""
+        """Reset the state of one rollout."""
         self._params, self._terms, self._window = params, terms, window
         self.dispatcher = Dispatcher(self.config, self.engines)
         self._times_sampled: Counter[int] = Counter()
@@ -93,9 +91,9 @@ class Controller:
         self.hub.reset_silence()
 
     async def collect(self, step: int) -> StepGroups:
-        """Collect `rollout.prompts` groups for a step. Return them, metrics, and the verifiers' errors.
+        """Collect `rollout.prompts` groups for a step.
 
-        Metrics count rejected groups too, so that they show the policy's accuracy."""
+        Metrics include rejected groups, to show the policy's accuracy."""
         rollout = self.config.rollout
         self.start_rollout(make_sampling_params(rollout, step))
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
@@ -129,7 +127,7 @@ class Controller:
         return self.take_requests(collector.refill(complete, len(groups) - len(complete)), step)
 
     def take_requests(self, prompts: int, step: int) -> list[GroupRequest]:
-        """Return requests for the next prompts, returned ones first. Repeated prompts get other seeds."""
+        """Return the next requests, aborted ones first. Repeated prompts get other seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
             requests += [GroupRequest(prompt, ()) for prompt in self.take_prompts(prompts - len(requests))]
@@ -184,7 +182,7 @@ class Controller:
         await self.hub.send(engine * self.ranks_per_engine, message)
 
     async def handle_messages(self) -> None:
-        """Wait for messages, act on each, and start responses. Raises the error of any rank."""
+        """Act on messages and start responses. Raises ranks' errors except EngineFailure."""
         messages = await self.hub.receive(m.KEEP_ALIVE_SECONDS)
         for load in self.dispatcher.engines:
             load.newly_finished = 0
@@ -235,13 +233,13 @@ class Controller:
         return self._answers
 
     async def _abort(self) -> list[GroupRequest]:
-        """Abort all running responses. Return the requests whose groups were not taken, in their order."""
+        """Abort all responses. Return requests whose groups were not taken, in order."""
         keep, self._is_aborting = self.config.rollout.continue_partial, True
         ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
             if slot.engine is not None and (keep or slot.sample is None):
                 ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep else [])
-        # Named too, as engines drop the tokens of all other samples.
+        # Engines drop the tokens of samples that are not listed.
         for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
             ids_by_engine.setdefault(engine, []).append(sample_id)
         answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in ids_by_engine.items()})
@@ -279,7 +277,7 @@ class Controller:
             await self.hub.send(rank, m.EndRollout(keep.get(rank, [])))
 
     async def next_order(self, seconds: float) -> m.Order | None:
-        """Return the trainers' next order, within `seconds`, and pass it on to the other ranks."""
+        """Wait for the trainers' next order, and forward it to other ranks."""
         if not self.orders:
             received = await self.hub.receive(seconds)
             self.orders += [message for _, message in received if isinstance(message, m.Order)]
@@ -292,28 +290,28 @@ class Controller:
 
 
 class Dispatcher:
-    """The controller's table of responses and its records of engines."""
+    """The controller's tables of responses and engines."""
 
     def __init__(self, config: Config, engines: int) -> None:
         rollout = config.rollout
         self.slots: dict[int, Slot] = {}
         self.version = -1
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
-        self.rebalanced = 0  # responses that started on another engine than planned
+        self.rebalanced = 0  # responses on unplanned engines
         limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
         self._limit = math.inf if not limit or engines == 1 else float(limit)  # 0 means no limit
 
     @property
     def idle_seconds(self) -> float:
-        """Return how much less time an engine had work than the busiest one, averaged over engines."""
+        """Return the busiest engine's busy_seconds minus the mean."""
         busy = [engine.busy_seconds for engine in self.engines]
         return max(busy) - sum(busy) / len(busy)
 
     def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
-        """Add requests to the table and plan their engines. Return, by engine, continued slots.
+        """Plan the engines of new requests. Return continued slots by engine.
 
-        A partial response continues on the engine that keeps its tokens. New slots are divided in the
-        prompts' order, so that few engines prefill the same prompt. The longest expected ones start first."""
+        A partial response continues where its tokens are. New slots are divided in the prompts' order, so
+        that few engines prefill the same prompt."""
         fresh: list[Slot] = []
         continued: list[list[Slot]] = [[] for _ in self.engines]
         for request in requests:
@@ -329,7 +327,7 @@ class Dispatcher:
     def assign(self) -> list[list[Slot]]:
         """Assign waiting responses to engines with room. Return them by engine.
 
-        Newly finished ones add room, so that an engine never runs dry between two messages."""
+        Newly finished ones add room, so that no engine runs dry between messages."""
         on_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
         running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
         limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
@@ -344,7 +342,7 @@ class Dispatcher:
         return [[self.slots[i] for i in share] for share in shares]
 
     def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
-        """Record finished samples. Raises EngineError if engines have different weights."""
+        """Record samples. Raises EngineError if engines have different weights."""
         if self.version not in (-1, version):
             different = f"different weight versions: {sorted((self.version, version))}"
             raise EngineError(f"rollout: the ranks' engines have {different}")
@@ -357,7 +355,7 @@ class Dispatcher:
             self.slots[sample.id].sample = sample
 
     def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
-        """Yield each request and its group; None if it is incomplete."""
+        """Yield each request and its group; None if incomplete."""
         for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
             slots = list(some)
             samples = [slot.sample for slot in slots if slot.sample is not None]
@@ -385,14 +383,14 @@ def share_out(
 ) -> list[list[int]]:
     """Return the waiting responses that each engine starts now.
 
-    Responses go one by one to the engine that would run dry first at its speed so far. An engine takes from
-    the front of its queue, then from the end of the longest one, whose neighbours may share a prompt.
+    A response goes to the engine that would run dry first at its speed. An engine takes from the front of
+    its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
-    limits: most responses at once; finished: number of finished responses, a measure of speed
+    limits: most responses at once; finished: a measure of speed
     """
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
-    # If two engines would run dry at the same time, the one with a non-empty queue comes first.
+    # At equal times, non-empty queues come first.
     heap = [
         (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
     ]
@@ -418,7 +416,7 @@ def share_out(
 
 
 def make_sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
-    # In value pretraining (steps below 0) no policy is trained, so nothing replays the engine's routing.
+    # Value pretraining (steps below 0) trains no policy, so nothing replays the routing.
     return SamplingParams(
         *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),
         routing=rollout.routing_replay and step > 0,

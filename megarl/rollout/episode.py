@@ -1,4 +1,4 @@
-"""Episodes, each of which generates one response, and their engine's client."""
+"""Episodes, which generate a response each, and their engine's client."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, stop_window
 
-DECODE_SECONDS = 0.1  # for which an engine in this process decodes before other coroutines run
-YIELD_SECONDS = 0.001  # for these coroutines: messages take several wake-ups
-POLL_SECONDS = 0.2  # for which an engine in other processes is polled at once
+DECODE_SECONDS = 0.1  # of decoding in this process before other coroutines run
+YIELD_SECONDS = 0.001  # for these coroutines, as messages take several wake-ups
+POLL_SECONDS = 0.2  # of a poll of other processes
 
 
 class EpisodeAborted(BaseException):
     """The rollout is over; a later one may continue this response.
 
-    No Exception, so that user code that catches errors of tools does not catch it."""
+    Not an Exception, so that user code for tools' errors does not catch it."""
 
 
 class EngineClient:
-    """Passes requests of coroutines on the leader's event loop to its engine.
+    """Passes requests of coroutines to the leader's engine.
 
-    threads: wait for the engine. User code may occupy all of the loop's default threads."""
+    threads: wait for the engine, as user code may occupy the loop's default threads."""
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
@@ -51,7 +51,7 @@ class EngineClient:
     async def generate(
         self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: TokenData | None, most: int
     ) -> TokenData:
-        """Return `prefix` and its continuation, together at most `most` tokens."""
+        """Return `prefix` and its continuation, at most `most` tokens together."""
         key, self._count = self._count, self._count + 1
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._new.setdefault(params, {})[key] = GenerationRequest(tokens, seed, prefix, most)
@@ -59,10 +59,10 @@ class EngineClient:
         return await answer
 
     async def keep_busy(self, report: Callable[[EngineFailure], Awaitable[None]]) -> None:
-        """Submit requests and return the engine's answers to the callers, for ever."""
+        """Submit requests and return the engine's answers, for ever."""
         while True:
             await self._has_requests.wait()
-            await asyncio.sleep(0)  # concurrent requests are submitted together
+            await asyncio.sleep(0)  # to submit concurrent requests together
             try:
                 await self._poll_once()
             except EngineFailure as failure:
@@ -102,7 +102,7 @@ class EngineClient:
         return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
-        """Abort all requests. Callers get unfinished responses; empty ones if it raises EngineFailure."""
+        """Abort all requests. Callers get partial responses; empty ones if it raises EngineFailure."""
         loop = asyncio.get_running_loop()
         async with self._polling:
             self._new.clear()
@@ -119,7 +119,7 @@ class EpisodeInputs:
     seed: int
     params: SamplingParams
     prefix: TokenData | None
-    window: int  # most new tokens, after which a later step continues; 0: no limit
+    window: int  # see StartSamples
     notify: Callable[[], None]  # called when `in_engine` may have changed
 
 
@@ -128,24 +128,24 @@ class Episode(Protocol):
     seed: int
     turns: int
     calls: int  # of tools and environments
-    aborted: bool  # set by the worker when the rollout ends; the next request raises EpisodeAborted
+    aborted: bool  # the next request raises EpisodeAborted
     windowed: bool
     generating: bool
 
     @property
     def prefix_tokens(self) -> int:
-        """Return the number of tokens from earlier steps if `rollout.window` cuts responses; else 0."""
+        """Return the number of tokens from earlier steps, with `rollout.window`; else 0."""
 
     @property
     def waiting(self) -> str:
-        """Name the tool or the like that the episode is waiting for; "" if for none."""
+        """Name the tool or the like that it waits for; "" if none."""
 
     @property
     def in_engine(self) -> bool:
-        """Return whether the episode occupies the engine, or is about to."""
+        """Return whether it occupies the engine, or is about to."""
 
     async def run(self) -> Verdict | None:
-        """Generate the response. Return its verdict; None if the verifier is to grade it.
+        """Generate the response. Return its verdict; None: the verifier grades it.
 
         Raises EpisodeAborted if the rollout ends first."""
 
@@ -154,17 +154,17 @@ class Episode(Protocol):
 
 
 class EpisodeRunner(Protocol):
-    key: str  # configuration key that selects these episodes, for error messages
+    key: str  # configuration key, for error messages
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
         return {}
 
     def start(self, inputs: EpisodeInputs) -> Episode:
-        """Return a new episode, not yet running."""
+        """Make an episode, not yet running."""
 
     def supervise(self, rank: int) -> AbstractContextManager[object]:
-        """Watch the running event loop while user code runs on it."""
+        """Watch the event loop during user code."""
         return nullcontext()
 
     def forget(self, seed: int) -> None:
@@ -178,7 +178,7 @@ class EpisodeRunner(Protocol):
 
 
 def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
-    """Return the configured runner. Raises ConfigError if the chat template or a function is unusable."""
+    """Return the configured runner. Raises ConfigError."""
     if config.rollout.is_multi_turn:
         from megarl.agents.runner import AgentRunner
 
@@ -189,7 +189,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
 
 
 def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return the arguments `tools` and `opening` of read_prompts. Raises ConfigError."""
+    """Return `tools` and `opening` of read_prompts. Raises ConfigError."""
     if not config.rollout.is_multi_turn:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options
@@ -269,11 +269,11 @@ async def generate_turn(
     max_tokens: int,
     tokenizer: Any,
 ) -> TokenData:
-    """Have the engine generate one turn after `tokens`, with the policy version of each token.
+    """Generate one turn after `tokens`, with each token's policy version.
 
     Args:
-        prefix: the turn's first tokens, which an aborted request generated
-        max_tokens: of the turn, including `prefix`
+        prefix: the turn's first tokens, from an aborted request
+        max_tokens: including `prefix`
     """
     found = await client.generate(tokens, seed, params, prefix, max_tokens)
     if prefix is not None and params.stop:
@@ -281,7 +281,7 @@ async def generate_turn(
     if not found.num_tokens and prefix is not None:
         found = prefix
     if found.policy_versions is None:
-        # The transformers engine reports no versions: its present weights sampled the new tokens.
+        # The transformers engine reports no versions: its present weights sampled.
         versions = np.full(found.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions
@@ -294,7 +294,7 @@ def _cut_at_stop(
 ) -> TokenData:
     """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
-    SGLang gets these tokens as part of the prompt, which it does not search. context: tokens before the turn
+    These tokens are in SGLang's prompt, which is not searched. context: tokens before the turn
     """
     window = stop_window(stop)
     for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):

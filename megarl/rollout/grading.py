@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Ungraded(NamedTuple):
-    """An entry of the grader's queue. verdict: the episode's; None: the verifier grades it"""
+    """A sample in the queue. verdict: the episode's; None: the verifier grades it"""
 
     sample: Sample
     prompt: Prompt
@@ -35,7 +35,7 @@ class Grader:
     def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
         self.reflection = make_words_pattern(config.log.reflection_words)
-        self.max_tokens = 0  # the worker sets this and with_terms from StartSamples
+        self.max_tokens = 0  # set by the worker, as the next one
         self.with_terms = False
         self.seconds = 0.0
         self._queue: list[Ungraded] = []
@@ -46,7 +46,7 @@ class Grader:
         self._has_work.set()
 
     async def run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
-        """Grade and `report` all queued samples together, for ever."""
+        """Grade and `report` queued samples together, for ever."""
         loop = asyncio.get_running_loop()
         while True:
             await self._has_work.wait()
@@ -66,7 +66,7 @@ class Grader:
         return [entry.sample for entry in queue]
 
     def _grade(self, queue: Sequence[Ungraded]) -> None:
-        """Grade samples in place. The reward of a partial sample stays 0."""
+        """Grade samples in place. A partial sample's reward stays 0."""
         texts = self._decode_texts([entry.sample for entry in queue])
         finished = [
             (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
@@ -83,10 +83,9 @@ class Grader:
         return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
 
     def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
-        """Return the verdicts of finished samples with these texts.
+        """Return the verdicts of finished samples.
 
-        An episode's verdict stands; reward terms use the verifier's. If the verifier fails, its verdict
-        replaces an episode's that is graded and has no error."""
+        An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
         for (sample, prompt, own), text in finished:
@@ -116,7 +115,7 @@ class Grader:
 
 
 def split_policy_turns(data: TokenData) -> list[list[int]]:
-    """Return the tokens of each turn of the policy; turns with no observation between them count as one."""
+    """Return the tokens of each policy turn; turns without observations between them are one."""
     if data.is_sampled is None:
         return [data.tokens.tolist()]
     pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)
@@ -125,8 +124,8 @@ def split_policy_turns(data: TokenData) -> list[list[int]]:
 
 
 def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds one of `words`, ignoring case and kind of space; None without words.
+    """Return a pattern for `words`, in any case and with any space; None without words.
 
-    A match does not lie inside a longer word of Latin letters (Chinese has no spaces between words)."""
+    A match is not part of a longer Latin word (Chinese has no spaces)."""
     found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
     return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None

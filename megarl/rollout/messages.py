@@ -1,4 +1,4 @@
-"""Messages between controller, ranks with engines, and first trainer; and their sockets."""
+"""Messages between controller, engine ranks and first trainer, and their sockets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megarl.parallel.objects import encode, from_plain
 from megarl.parallel.secret import sign
 from megarl.rollout.sampling import SamplingParams
 
-TRAINER = -1  # number of the first trainer if it has no engine; ranks with engines count from 0
+TRAINER = -1  # number of a first trainer without an engine; engine ranks count from 0
 KEEP_ALIVE_SECONDS = 10.0
-LINGER = 5000  # milliseconds in which a closed socket may still send
+LINGER = 5000  # milliseconds in which a closed socket may send
 _INPROC_ADDRESS = "inproc://controller"
 
 
@@ -39,14 +39,14 @@ class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=T
 
 
 class KeepAlive(Message):
-    """The sender is alive."""
+    """A sign of life."""
 
 
-# The controller to a rank with an engine.
+# The controller to an engine rank.
 
 
 class StartSamples(Message):
-    """Generate these samples, too, after the tokens that the rank keeps for their ids."""
+    """Start these samples, or continue them from the kept tokens."""
 
     params: SamplingParams
     terms: bool  # include `reward.terms` in rewards
@@ -56,7 +56,7 @@ class StartSamples(Message):
 
 
 class AbortSamples(Message):
-    """Abort all samples. Keep the tokens of these: a later rollout continues them."""
+    """Abort all samples. Keep the tokens of these."""
 
     ids: list[int]
 
@@ -66,32 +66,32 @@ class SendTokenData(Message):
 
 
 class RestartEngines(Message):
-    """Restart engines, together with all ranks that have one. failures: (rank, reason)"""
+    """Restart failed engines; all engine ranks take part. failures: (rank, reason)"""
 
     failures: list[tuple[int, str]]
 
 
 class EndRollout(Message):
-    """The rollout is finished; join the broadcast. keep: ids of samples whose tokens are still needed"""
+    """The rollout is finished; join the broadcast. keep: samples that are still needed"""
 
     keep: list[int]
 
 
-# A rank with an engine to the controller.
+# An engine rank to the controller.
 
 
 class RankReady(Message):
-    """Reports that this rank is connected."""
+    """The rank is connected."""
 
 
 class SamplesFinished(Message):
     version: int
     samples: list[Sample]
-    busy: float  # seconds of the rollout in which the engine had work
+    busy: float  # see EngineClient
 
 
 class ToolWaitCount(Message):
-    """The number of running episodes that wait for a tool or the like."""
+    """The number of episodes that are not `in_engine`."""
 
     count: int
 
@@ -109,11 +109,11 @@ class TokenDataReply(Message):
     data: dict[int, TokenData]
 
 
-# The first trainer to the controller, which forwards them to all ranks with engines; then the replies.
+# The first trainer to the controller, which forwards them; then the replies.
 
 
 class SendDataReports(Message):
-    """Send the reports about the data files."""
+    """Send DataReports."""
 
 
 class TransferWeights(Message):
@@ -121,7 +121,7 @@ class TransferWeights(Message):
 
 
 class CollectRollout(Message):
-    """Collect the rollout of step `number`. done: last step whose batch is no longer needed"""
+    """Collect step `number`. done: last step whose batch is no longer needed"""
 
     stage: str
     number: int
@@ -197,9 +197,9 @@ def decode_message(sender: str, data: bytes) -> Message:
 
 
 def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
-    """Return the fields of a prompt that the receiver needs. whole: all fields, for several turns
+    """Return the fields that the receiver needs. whole: all, for several turns
 
-    msgpack has no integers above 64 bits, so `extra` becomes JSON text."""
+    `extra` becomes JSON text, as msgpack has no integers above 64 bits."""
     if not whole:
         return Prompt(prompt.uid, "", prompt.tokens, prompt.answer, entry=prompt.entry)
     return replace(prompt, extra={"json": json.dumps(prompt.extra, default=str)})
@@ -210,7 +210,7 @@ def unpack_prompt(prompt: Prompt) -> Prompt:
 
 
 def curve_keys(owner: str) -> tuple[bytes, bytes]:
-    """Derive public and secret CURVE key from the job's secret. owner: "controller" or a rank's number"""
+    """Derive a CURVE key pair from the job's secret. owner: "controller" or a rank's number"""
     secret = z85.encode(sign("curve", owner))
     return zmq.curve_public(secret), secret
 
@@ -232,16 +232,16 @@ async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq
 class Hub:
     """The controller's end of all connections.
 
-    It drops messages without their sender's key, and types that their sender may not send."""
+    It drops messages without their sender's key, or of types that it may not send."""
 
     def __init__(self, context: zmq.asyncio.Context, host: str, ranks: int) -> None:
-        """Listen. host: an address of this machine; "": only rank 0, in this process, connects"""
+        """Listen. host: this machine's address; "": only for this process"""
         self.socket = make_socket(context, zmq.ROUTER)
         self.socket.router_mandatory = True
         self.dropped: Counter[str] = Counter()
         self._keys: dict[int, str] = {}
         self._guard: AsyncioAuthenticator | None = None
-        self.address = ""  # for ranks in other processes
+        self.address = ""  # for other processes
         if host:
             for number in (TRAINER, *range(ranks)):
                 self._keys[number] = curve_keys(str(number))[0].decode()
@@ -271,7 +271,7 @@ class Hub:
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
         received: list[tuple[int, Message]] = []
         began = time.monotonic()
-        left = seconds  # messages that are dropped do not extend the wait
+        left = seconds  # dropped messages do not extend the wait
         while (parts := await receive_frames(self.socket, 0.0 if received else left)) is not None:
             left = max(0.0, began + seconds - time.monotonic())
             message = self._accept(parts)
@@ -279,7 +279,7 @@ class Hub:
                 self.last_heard[message[0]] = time.monotonic()
                 received.append(message)
         if time.monotonic() - began > seconds + KEEP_ALIVE_SECONDS:
-            self.reset_silence()  # this process was blocked, as in a recovery of all ranks
+            self.reset_silence()  # this process was blocked
         return received
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -309,7 +309,7 @@ class Hub:
         return False
 
     async def wait_for_ranks(self, ranks: int, limit: float) -> None:
-        """Wait until `ranks` ranks are connected. Raises WaitTimeout after `limit` seconds."""
+        """Wait for all ranks to connect. Raises WaitTimeout after `limit` seconds."""
         end = time.monotonic() + limit
         while missing := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > end:
@@ -366,11 +366,11 @@ def rank_name(number: int) -> str:
 
 
 def own_address() -> str:
-    """Return this machine's address for other machines; "" for a job of one process."""
+    """Return this machine's address; "" for a job of one process."""
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
     if not master or os.environ.get("WORLD_SIZE", "1") == "1":
         return ""
     family, *_, there = socket.getaddrinfo(master, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as one:  # sends nothing: the kernel chooses the interface
+    with socket.socket(family, socket.SOCK_DGRAM) as one:  # sends nothing; the kernel picks the interface
         one.connect(there)
         return str(one.getsockname()[0])

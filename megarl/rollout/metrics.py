@@ -1,4 +1,4 @@
-"""Metrics of a step's responses, and samples for people to read."""
+"""Metrics of a step's responses, and samples to read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megarl.observe.run_log import SampleRecord, choose_samples
 def compute_step_metrics(
     groups: Sequence[SampleGroup], max_ungraded: float
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the metrics of the finished responses of groups, and how often each error occurred.
+    """Return metrics of finished responses, and the number of each error.
 
-    Raises ConfigError if more than the share `max_ungraded` of them was not graded."""
+    Raises ConfigError if more than the share `max_ungraded` is ungraded."""
     finished = [
         replace(group, samples=finished_samples)
         for group in groups
@@ -36,10 +36,10 @@ def compute_step_metrics(
 
 
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
-    """Return reward/*, response/*, reflection/* and episode/* of `responses`, at least one.
+    """Return reward/*, response/*, reflection/* and episode/* of at least one response.
 
-    All but reward/unverified (the verifier had an error) and reward/ungraded (not graded) count the graded
-    responses; a mean over none is left out. response/length_* count sampled tokens."""
+    All but reward/unverified (with an error) and reward/ungraded count graded responses.
+    response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         "reward/ungraded": sum(not r.graded for r in responses) / len(responses),
@@ -80,9 +80,9 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return response/length_error: the standard error of response/length_mean, in tokens.
+    """Return the standard error of response/length_mean, in tokens.
 
-    Responses to one prompt are correlated, so prompts are the independent units."""
+    The units are prompts, whose responses are correlated."""
     by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]
     by_prompt = [lengths for lengths in by_prompt if lengths]
     prompts, count = len(by_prompt), sum(map(len, by_prompt))
@@ -115,7 +115,7 @@ def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def mean_score(responses: Sequence[Sample]) -> float:
-    """Return the mean of the verifier's scores; without a score, 1 is right and 0 wrong."""
+    """Return the mean score; without one, 1 is right and 0 wrong."""
     return math.fsum(r.correct if r.score is None else r.score for r in responses) / len(responses)
 
 
@@ -126,7 +126,7 @@ def select_groups_to_show(groups: Sequence[SampleGroup], limit: int) -> Sequence
 def make_records(
     step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int
 ) -> dict[int, SampleRecord]:
-    """Return at most `limit` finished samples for people to read, by their row of the batch."""
+    """Return at most `limit` finished samples, by row of the batch."""
     pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
     found = [
         SampleRecord(

@@ -1,4 +1,4 @@
-"""Rollouts, called by all ranks with engines in the same order. All of them get the same samples."""
+"""Rollouts. All engine ranks call them in the same order, and get the same samples."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class RolloutOutcome(msgspec.Struct, array_like=True):
-    """A finished rollout, as the first rank sends it. Lists have an entry per group."""
+    """A finished rollout, as broadcast. Lists have an entry per group."""
 
     prompts: list[Prompt]  # without text; empty if all ranks know them
-    samples: list[list[Sample]]  # without their tokens
+    samples: list[list[Sample]]  # without tokens
     policy_versions: list[int]
     stats: dict[str, int | float]
     errors: dict[str, int]
@@ -57,9 +57,9 @@ def raise_failure(failures: Failures) -> None:
 class RolloutRank:
     """One rank's part in rollouts.
 
-    recover       restarts failed engines, see WeightSync; called on all ranks with engines
-    take_prompts  returns the next n prompts of the training data; called on the first rank
-    seconds       of the last rollout: generate, verify, gather (waiting for others), idle (see Dispatcher)
+    recover       restarts failed engines, see WeightSync; called on all engine ranks
+    take_prompts  returns the next n prompts; called on the first rank
+    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class RolloutRank:
         except KeyboardInterrupt:
             # Cancel leftover tasks quietly before the sockets close.
             self._loop.set_exception_handler(lambda _loop, _context: None)
-            for _ in range(3):  # awaiting the interrupted task raises the interrupt again
+            for _ in range(3):  # an interrupted task raises the interrupt again
                 if left := asyncio.all_tasks(self._loop):
                     for task in left:
                         task.cancel()
                     with suppress(KeyboardInterrupt):
                         self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
             raise
-        except SystemExit as error:  # the event loop lets it through from any task
+        except SystemExit as error:  # the event loop lets it through
             what = f"one of its tasks has called sys.exit({error})"
             raise EngineError(f"{self.worker.key}: {what} (raise an error there)") from error
 
@@ -112,7 +112,7 @@ class RolloutRank:
             await self.controller.hub.wait_for_ranks(self.ranks.world, self.config.parallel.timeout)
 
     def collect(self, step: int) -> RolloutBatch:
-        """Collect the groups of a step, with this rank's tokens. Errors are raised on every rank."""
+        """Collect a step's groups, with this rank's tokens."""
         limit, shown = self.config.log.samples, list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
@@ -133,9 +133,7 @@ class RolloutRank:
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
     ) -> list[SampleGroup]:
-        """Return one group per request, in their order, without reward terms.
-
-        whole: whether rank 0 gets all tokens"""
+        """Return one group per request, without reward terms. whole: rank 0 gets all tokens"""
 
         fetched = list[SampleGroup]()
 
@@ -152,9 +150,9 @@ class RolloutRank:
     def evaluate(
         self, sets: Sequence[ProblemSet], params: SamplingParams | None = None
     ) -> list[tuple[ProblemSet, list[SampleGroup]]]:
-        """Sample and grade the answers that each set wants to its problems; rank 0 gets their tokens.
+        """Sample and grade answers to the sets' problems; rank 0 gets the tokens.
 
-        Seeds do not depend on other sets. Raises DataError without a problem."""
+        Seeds do not depend on other sets. Raises DataError without problems."""
         if not any(one.problems for one in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
@@ -173,10 +171,9 @@ class RolloutRank:
         return [(one, list(islice(groups, len(one.problems)))) for one in sets]
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
-        """Run a rollout on all ranks. An exception of the controller is raised on every rank.
+        """Run a rollout. All ranks raise the controller's MegarlError.
 
-        decide: run by the controller; returns groups, metrics and errors for all ranks
-        known: prompts of the groups, if all ranks know them; else empty
+        known: the groups' prompts, if all ranks know them; else empty
         """
         started = time.perf_counter()
         decided = self._run(self._serve(decide))
@@ -226,7 +223,7 @@ class RolloutRank:
         return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
-        """Return the trainers' next order, on every rank; None if there is none."""
+        """Return the trainers' next order, on every rank; None after `seconds`."""
 
         async def wait() -> m.Order | None:
             if self.controller is not None:
@@ -242,7 +239,7 @@ class RolloutRank:
             self._run(self.controller.hub.send(m.TRAINER, message))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return references to this rank's share of the state between steps, for `join_shares`."""
+        """Return references to this rank's state, for `join_shares`."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
         if controller is None:
@@ -259,7 +256,7 @@ class RolloutRank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `join_shares`, with any number of engines."""
+        """Continue from `join_shares`, with any number of engines."""
         each, worker = self.config.rollout.engine_tp, self.worker
         loaded = load_state(state, worker.rank, self.ranks.world // each, each)
         worker.graded, worker.partials = loaded.graded, loaded.partials

@@ -1,7 +1,6 @@
-"""Seeded sampling of tokens, and seeds. SGLang's processes import this file, so it imports only torch.
+"""Seeded sampling, and seeds. SGLang's processes import this file, so it imports nothing of megarl.
 
-A response depends only on its prompt, seed and the weights: a token is the inverse CDF at a counter-based
-random number."""
+A token depends only on its logits and seed: it is the inverse CDF at a counter-based random number."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1024  # columns of one running sum
-AT_ONCE = 16  # blocks converted to float64 at once
+AT_ONCE = 16  # blocks converted to float64
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as signed 64-bit integers
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -32,16 +31,16 @@ class SamplingParams:
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Return the number of newest tokens that can hold one of the stop texts; 0 without any."""
+    """Return how many newest tokens may contain a stop text; 0 without any."""
     return max((len(text.encode()) + 8 for text in stop), default=0)
 
 
 def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
-    """Return the routed experts of a prompt and its response, uint8 or int16 [tokens, layers, topk].
+    """Return routed experts of prompt and response, uint8 or int16 [tokens, layers, topk].
 
-    Missing entries are the dtype's maximum: no engine feeds a response's last token to the model.
+    Missing entries are the dtype's maximum: no engine feeds the last token to the model.
 
-    chosen: integers [t, layers, topk] of the first t <= tokens
+    chosen: integers [t, layers, topk], t <= tokens
     """
     kind: Any = np.uint8 if experts < 256 else np.int16
     found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
@@ -67,7 +66,7 @@ def environment_seed(seed: int) -> int:
 
 
 def evaluation_seed(run_seed: int, problem_uid: int, index: int) -> int:
-    """Return the seed of answer `index` to a held-out problem, the same at every step."""
+    """Return an answer's seed, equal at every step."""
     return _hash("megarl.evaluation", run_seed, problem_uid, index)
 
 
@@ -76,7 +75,7 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed of an update's selection of tokens of a response."""
+    """Return the seed for an update's selection of tokens."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 
@@ -99,8 +98,8 @@ def uniform(seeds: Tensor, index: Tensor) -> Tensor:
 def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     """Return the first column whose running sum exceeds (`right`) or reaches `share` of the row's sum.
 
-    Sums are float64: a float32 sum's error over a vocabulary exceeds the probability of rare tokens. Running
-    sums are over blocks, then within one, to save memory.
+    Sums are float64, as float32's error exceeds rare tokens' probability. They run over blocks, then within
+    one, to save memory.
 
     weights: [rows, n]; share: [rows, 1]. Returns int64 [rows, 1]; with `right` their weights are positive."""
     size = weights.shape[1]
@@ -120,7 +119,7 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     there = weights.gather(1, columns.clamp(max=size - 1)).where(columns < size, 0.0)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     found = torch.searchsorted(before + there.cumsum(-1, dtype=torch.float64), point, right=right)
-    # The two sums of a block may differ by a rounding error.
+    # A block's two sums may differ by a rounding error.
     last = ((there > 0) * inside).amax(-1, keepdim=True)
     return block * BLOCK + torch.minimum(found, last)
 
@@ -128,7 +127,7 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set probs [rows, vocab] to 0 outside the `top_k` largest (0: all), then outside the top-p set.
 
-    Ties with the last kept token are kept. The result is not renormalised."""
+    Ties with the last one are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
         least = probs.topk(top_k, dim=-1).values[:, -1:]
         probs = probs.where(probs >= least, 0.0)
@@ -140,13 +139,13 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Sample token number `index` of the responses with `seeds`.
+    """Sample token number `index` of responses.
 
     Args:
         logits: [rows, vocab]; seeds and index: int64 [rows]
 
     Returns tokens int64 [rows], and their log-probs float32 [rows] under the whole distribution after
-    temperature (greedy: temperature 1), NaN where a row's logits hold NaN."""
+    temperature (greedy: temperature 1), NaN in rows with NaN logits."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -155,7 +154,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logprobs = torch.log_softmax(
             logits if params.temperature == 1 else logits / params.temperature, dim=-1
         )
-        # A point strictly below the total, so that the sampled token has a positive probability.
+        # Strictly below the total, so that the token has a positive probability.
         point = uniform(seeds, index)[:, None]
         tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), point, right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

@@ -1,6 +1,6 @@
-"""The state of rollouts between two steps, as a checkpoint holds it in JSON.
+"""The state of rollouts between steps, as JSON in a checkpoint.
 
-Its keys do not change when fields are renamed: SAMPLE_KEYS and TOKEN_KEYS map fields to keys."""
+Its keys do not change when fields are renamed, see SAMPLE_KEYS and TOKEN_KEYS."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ TOKEN_KEYS = {
 
 
 class RolloutShare(TypedDict, total=False):
-    """Tokens on a rank other than the first: of graded and of partial samples, by id."""
+    """Tokens on a rank other than the first, by sample id."""
 
     graded: dict[int, TokenData | None]
     partials: dict[int, TokenData]
 
 
 def pack_journal(data: TokenData) -> TokenData:
-    """Return tokens whose journal is one JSON text, as msgpack has no integers above 64 bits."""
+    """Return tokens with their journal as one JSON text, see `pack_prompt`."""
     return structs.replace(data, journal=[json.dumps(data.journal)]) if data.journal else data
 
 
@@ -58,7 +58,7 @@ def unpack_journal(data: TokenData) -> TokenData:
 
 
 def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the shares of all ranks, the first rank's first, into one state."""
+    """Join the shares of all ranks, in order, into one state."""
     if not shares:
         return {}
     graded, partials = dict(shares[0]["graded"]), dict(shares[0]["partials"])
@@ -77,7 +77,7 @@ def join_shares(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class LoadedState:
-    """The result of `load_state` for one rank. graded, partials: those that the rank keeps, by id"""
+    """A rank's result of `load_state`. graded, partials: by sample id"""
 
     surplus: list[SampleGroup] = field(default_factory=list)
     returned: list[GroupRequest] = field(default_factory=list)
@@ -88,7 +88,7 @@ class LoadedState:
 
 
 def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
-    """Invert `join_shares` for one rank. Samples are divided evenly among the present engines."""
+    """Invert `join_shares` for one rank. Engines get equal shares of samples."""
     loaded = LoadedState(lengths=dict(state.get("lengths", ())))
     for i, entry in enumerate(state["surplus"]):
         owner = i % engines * ranks_per_engine
@@ -114,7 +114,7 @@ def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engi
 
 
 def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = None) -> dict[str, Any]:
-    """Return a group for JSON. tokens: of its samples; None: those of `Sample.data`"""
+    """Return a group for JSON. tokens: of its samples; None: `Sample.data`"""
     samples = []
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None

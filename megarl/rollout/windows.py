@@ -1,4 +1,4 @@
-"""Rollouts with `rollout.window` (T-PPO): a step samples the next tokens of its responses."""
+"""Rollouts with `rollout.window` (T-PPO)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.rollout.metrics import compute_step_metrics
 class WindowController(Controller):
     """Samples at most `rollout.window` new tokens of each response in a step.
 
-    Unfinished responses of the previous step come first, then new prompts, each with a separate request."""
+    Unfinished responses come first, then new ones, each as a separate request."""
 
     async def collect(self, step: int) -> StepGroups:
         config = self.config

@@ -1,4 +1,4 @@
-"""The worker of a rank: runs the episodes that the controller (controller.py) assigns to its engine.
+"""A rank's worker: runs the episodes that the controller assigns to its engine.
 
 On an engine's other ranks it only takes part in restarts."""
 
@@ -38,10 +38,7 @@ class RunningEpisode:
 
 
 class Worker:
-    """Follows the controller's messages during a rollout.
-
-    recover: restarts failed engines, see WeightSync; called on all ranks with engines
-    """
+    """Follows the controller's messages. recover: see RolloutRank"""
 
     def __init__(
         self,
@@ -79,8 +76,7 @@ class Worker:
     async def serve(self, link: m.Link) -> None:
         """Follow the controller until the rollout ends.
 
-        Errors of this rank go to the controller. Errors of `recover` occur on all ranks and are raised
-        here."""
+        Errors go to the controller, except those of `recover`, which all ranks raise."""
         batching = self.config.rollout.capabilities.continuous_batching
         self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
@@ -131,7 +127,7 @@ class Worker:
             match message:
                 case m.StartSamples():
                     self._start_episodes(message)
-                case m.AbortSamples(ids):  # a task, because `KeepAlive` must continue meanwhile
+                case m.AbortSamples(ids):  # a task, as `KeepAlive` must continue
                     self._start_task(self._abort, ids)
                 case m.SendTokenData(ids):
                     await self._send_token_data(ids)
@@ -151,7 +147,7 @@ class Worker:
             episode = self.runner.start(EpisodeInputs(*inputs))
             task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
             self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
-            # The group does not hold the task itself: it would wait for ever for one that ignores cancel.
+            # The group would wait for ever for a task that ignores cancel.
             self._tasks.append(self._group.create_task(_wait_for(task)))
 
     async def _run(self, sample_id: int, episode: Episode) -> None:
@@ -207,7 +203,7 @@ class Worker:
         await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
-        """Report how many episodes wait for a tool or the like, so that the engine gets more work."""
+        """Report waiting episodes, so that the engine gets more work."""
         reported = 0
         while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()
@@ -234,7 +230,7 @@ class Worker:
     async def _abort(self, ids: Sequence[int]) -> None:
         """Abort all episodes. Keep these samples' tokens."""
         failure: EngineFailure | None = None
-        for one in self._running.values():  # before anything else, so that none makes another request
+        for one in self._running.values():  # first, so that none makes another request
             one.episode.aborted = True
         try:
             await self.client.abort()
@@ -244,7 +240,7 @@ class Worker:
         ungraded, version = await self.grader.take_queue(), self.engine.weight_version
         found = self.partials | {sample.id: make_prefix(sample, version) for sample in ungraded}
         for i in ids:
-            if i in self.graded:  # its group was not taken, so it is graded again later
+            if i in self.graded:  # its group was not taken: it is graded again
                 found[i] = make_prefix(self.graded.pop(i), version)
         wanted = set(ids)
         self.partials = {i: data for i, data in found.items() if i in wanted}
@@ -254,7 +250,7 @@ class Worker:
         await self.link.send(m.SamplesAborted(list(self.partials)))
 
     async def _wait_for_episodes(self) -> None:
-        """Wait for all episodes. Generating ones end by themselves; the others are cancelled."""
+        """Wait for generating episodes to end, and cancel others."""
         tasks = [one.task for one in self._running.values()]
         if not tasks:
             return
@@ -272,7 +268,7 @@ class Worker:
         self.graded = {i: sample for i, sample in self.graded.items() if i in keep}
         self.partials = {i: data for i, data in self.partials.items() if i in keep}
         if self.client.has_abandoned:
-            with suppress(EngineFailure):  # the engine's next call raises it again
+            with suppress(EngineFailure):
                 await self.client.abort()
 
 
@@ -283,7 +279,7 @@ async def _wait_for(task: asyncio.Task[None]) -> None:
 
 
 def make_prefix(sample: Sample, version: int) -> TokenData:
-    """Return a sample's tokens, to continue them later. version: the default policy version"""
+    """Return a sample's tokens as a prefix. version: the default policy version"""
     assert sample.data is not None
     if sample.data.policy_versions is not None:
         return sample.data

@@ -1,1 +1,1 @@
-"""Rollout engines behind one protocol (base.py): transformers, SGLang, and SGLang servers elsewhere."""
+"""Rollout engines (base.py): transformers, SGLang, and external SGLang servers."""

@@ -1,4 +1,4 @@
-"""The protocol of rollout engines: a subclass of RolloutEngine and a row in config/engines.py each."""
+"""The protocol of rollout engines, each with a row in config/engines.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response, which depends on its seed but not on the batch composition."""
+    """A request for one response."""
 
     prompt_tokens: tuple[int, ...]
     seed: int
-    prefix: TokenData | None = None  # first tokens of the response, which the engine continues
-    max_tokens: int | None = None  # including `prefix`; None: that of its SamplingParams
+    prefix: TokenData | None = None  # the response's first tokens
+    max_tokens: int | None = None  # including `prefix`; None: as SamplingParams
 
     @property
     def prefix_length(self) -> int:
@@ -45,14 +45,13 @@ class GenerationRequest:
 
 
 class RolloutEngine(ABC):
-    """An engine on one or several ranks of the job, with such an object on each of them.
+    """An engine on one or several ranks, which all call start, stop, updates, sleep and wake.
 
-    All of these ranks call start, stop, updates, sleep and wake. Only the leader, the first of them, gets
-    requests and can raise EngineFailure."""
+    Only the leader, their first, gets requests and raises EngineFailure."""
 
-    weight_version: int = -1  # -1 before the first update
+    weight_version: int = -1  # before the first update
 
-    # Required methods. The engine's weight backend may call further ones, see sync/backends.
+    # Required methods; sync/backends may call further ones.
 
     @classmethod
     @abstractmethod
@@ -61,15 +60,15 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin the start. Weights are undefined: an update must follow before `submit`."""
+        """Begin the start. An update must follow before `submit`."""
 
     @abstractmethod
     def end_update(self, version: int) -> None:
-        """Drop caches of the old weights and set `weight_version`. Called after the last bucket."""
+        """Drop caches of old weights and set `weight_version`, after the last bucket."""
 
     @abstractmethod
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin requests in addition to running ones. `poll` returns them by key."""
+        """Begin more requests. `poll` returns them by key."""
 
     @abstractmethod
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
@@ -80,15 +79,15 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def running(self) -> int:
-        """Return the number of requests that `poll` and `abort` have not returned."""
+        """Count the requests not yet returned."""
 
     @abstractmethod
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End and return all requests, with finish_reason "abort" unless they are finished."""
+        """End and return all requests, unfinished ones with finish_reason "abort"."""
 
     @classmethod
     def check_machine(cls, config: Config, device: str) -> None:
-        """Raise ConfigError if this machine cannot run the engine. device: cpu or cuda"""
+        """Raise ConfigError if this machine cannot run it. device: cpu or cuda"""
         return None
 
     @classmethod
@@ -107,32 +106,32 @@ class RolloutEngine(ABC):
         return True
 
     def restart(self) -> None:
-        """Restart after an EngineFailure; unfinished requests continue after the next update."""
+        """Restart after an EngineFailure. Unfinished requests continue after an update."""
         raise EngineError("rollout engine: it has no process that could be restarted")
 
     def stop(self) -> None:
         return None
 
     def begin_update(self) -> None:
-        """Prepare for new weights, and refuse requests until `end_update`. Weights in no bucket stay."""
+        """Refuse requests until `end_update`. Weights in no bucket stay."""
         return None
 
     def sleep(self, tags: Sequence[str]) -> None:
-        """Free the device memory of the tags "weights" or "kv_cache".
+        """Free the device memory of "weights" or "kv_cache".
 
-        Before `submit`, `wake` must follow, and an update if the weights were freed."""
+        Before `submit`, `wake` must follow, and an update if weights were freed."""
         return None
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of the tags again. Weights are undefined until an update."""
+        """Allocate the memory of the tags again."""
         return None
 
     def take_notes(self) -> list[str]:
-        """Return lines for the user about events since the last call."""
+        """Return new messages for the user."""
         return []
 
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """Return one response per request, for tests and benchmarks."""
+        """Return a response per request, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
         ended: dict[int, TokenData] = {}
         while self.running:
@@ -147,7 +146,7 @@ def load_engine_class(config: Config) -> type[RolloutEngine]:
 
 
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
-    """Raise EngineError if a request's prompt and response do not fit the model's positions."""
+    """Raise EngineError if a request does not fit the model's positions."""
     for request in requests:
         context, left = len(request.context), request.left(params)
         if left < 1 or context + left > positions:

@@ -1,4 +1,4 @@
-"""The SGLang rollout engine on the ranks of a job. The leader, its first rank, has the EngineProcess."""
+"""The SGLang rollout engine on a job's ranks. The leader has the EngineProcess."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-MOE_RUNNER = "triton"  # its layout of expert weights is that of `weights/shards.py`
+MOE_RUNNER = "triton"  # has the expert layout of `weights/shards.py`
 
 
 class SGLangRequests(RolloutEngine):
-    """Requests to SGLang in this job or elsewhere. eos_ids: in addition to those of the model's folder"""
+    """Requests to SGLang. eos_ids: beyond those of the model's folder"""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], eos_ids: Sequence[int]) -> None:
         self.config, self.hf_config, self.eos_ids = config, hf_config, tuple(eos_ids)
@@ -49,7 +49,7 @@ class SGLangRequests(RolloutEngine):
         self._has_weights = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Begin requests with new keys. Raises EngineError without weights, or if one does not fit."""
+        """See RolloutEngine. Raises EngineError without weights, or if a request does not fit."""
         if not requests:
             return
         if not self._has_weights:
@@ -74,10 +74,10 @@ class SGLangRequests(RolloutEngine):
     def _token_data(
         self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
     ) -> TokenData:
-        """Return the request's prefix followed by an answer of SGLang, or raise EngineFailure.
+        """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
-            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error text
+            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error
             name: of the weight version; "": its number
         """
         if isinstance(answer, str):
@@ -108,10 +108,7 @@ class SGLangRequests(RolloutEngine):
 
 
 class SGLangEngine(SGLangRequests):
-    """An engine on `rollout.engine_tp` ranks: rank r holds shard r % engine_tp of engine r // engine_tp.
-
-    After a restart, the next `end_update` sends unfinished requests again, with the same seeds.
-    """
+    """An engine on `rollout.engine_tp` ranks: rank r has shard r % engine_tp of engine r // engine_tp."""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangEngine:
@@ -130,7 +127,7 @@ class SGLangEngine(SGLangRequests):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError if SGLang would repack block FP8 weights on this GPU."""
+        """Raise ConfigError if SGLang would repack FP8 weights on this GPU."""
         if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
             return
         capability = torch.cuda.get_device_capability(device)
@@ -176,7 +173,7 @@ class SGLangEngine(SGLangRequests):
             "max_running_requests": rollout.max_batch,
             "random_seed": 0,
             "skip_server_warmup": True,
-            "sleep_on_idle": True,  # else its scheduler keeps a core busy during training
+            "sleep_on_idle": True,  # else its scheduler keeps a core busy
             "skip_tokenizer_init": not (rollout.stop or rollout.is_multi_turn),
             "sampling_backend": "pytorch",
             "enable_custom_logit_processor": True,
@@ -187,17 +184,17 @@ class SGLangEngine(SGLangRequests):
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
         if get_family(self.hf_config).has("shared_experts.linear_fc1.weight"):
-            # Fusion would append them to the routed experts' weights.
+            # Fusion would append these to routed experts' weights.
             arguments["disable_shared_experts_fusion"] = True
         cpu, family = self.device.type == "cpu", get_family(self.hf_config)
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
-        if family.is_latent:  # transformers does not write the first three to config.json
+        if family.is_latent:  # transformers does not write these to config.json
             overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
             rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
             if cpu and not rope.get("factor"):
-                # There SGLang only has YaRN (get_rope_cpu), whose factor 1 does not scale positions.
+                # SGLang has only YaRN there (get_rope_cpu), which does not scale with factor 1.
                 positions = self.hf_config["max_position_embeddings"]
                 plain = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": positions}
                 overrides["rope_parameters"] = plain
@@ -206,35 +203,35 @@ class SGLangEngine(SGLangRequests):
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
         if cpu:
-            # By default SGLang's caches take most of the machine's memory.
+            # SGLang's default caches take most of the memory.
             longest = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
             arguments |= {"max_total_tokens": rollout.max_batch * longest}
             if family.is_linear:
-                # Three states per request, including those of prefixes; other strategies need a GPU.
+                # Three states per request, including prefixes'; other strategies need a GPU.
                 arguments |= {"max_mamba_cache_size": 3 * rollout.max_batch}
                 arguments |= {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
         else:
             arguments |= {"base_gpu_id": self.device.index, "mem_fraction_static": rollout.engine_memory}
             arguments |= {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}  # see _environment
             if any(self.hf_config.get(key) for key in EXPERT_KEYS):
-                # Other runners, one of them the default on Blackwell, have an expert's gate and up in another
-                # order (FusedMoE._weight_loader_impl), and do not return routed experts.
+                # Other runners, like Blackwell's default, order an expert's gate and up differently
+                # (FusedMoE._weight_loader_impl), and do not return routed experts.
                 arguments["moe_runner_backend"] = MOE_RUNNER
         return arguments | rollout.engine_options
 
     def _environment(self) -> dict[str, str]:
-        # The default dtype of the states of linear attention's convolutions is bf16 for every model.
+        # By default, states of linear attention's convolutions are bf16.
         conv_dtype = {"SGLANG_MAMBA_CONV_DTYPE": self._dtype} if get_family(self.hf_config).is_linear else {}
         if self.device.type != "cpu":
-            # Graphs can sleep only if SGLang's memory saver manages their memory from the start. It refuses
-            # "breakable" graphs, the default for prefill (BreakableCudaGraphBackend.__init__).
+            # Graphs can sleep only if the memory saver manages them from the start. It refuses "breakable"
+            # ones, prefill's default (BreakableCudaGraphBackend.__init__).
             options = self.config.rollout.engine_options
             sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
             found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
-            # Would permute experts' rows at each load, and those that a transfer leaves out a second time.
+            # 1 would permute experts' rows at each load, even those that a transfer leaves out.
             found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
-            # Ranks of an engine that sampled different tokens would wait for each other for ever.
+            # Ranks that sampled different tokens would deadlock.
             found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
             # The memory saver's preloaded library needs CUDA's runtime before Python starts.
             paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -284,7 +281,7 @@ class SGLangEngine(SGLangRequests):
         self._call("end")
         self._has_weights, self.weight_version = True, version
         if self._restarted:
-            self._send(self._outstanding)  # without a restart, SGLang still has them
+            self._send(self._outstanding)
         self._restarted = False
 
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
@@ -310,7 +307,7 @@ class SGLangEngine(SGLangRequests):
                 request, params = self._outstanding[number]
                 ended.append((number, self._token_data(request, answer, routed=params.routing)))
             except EngineFailure as failure:
-                self._failure = failure  # raised by the next call, after this one's valid answers
+                self._failure = failure  # the next call raises it
                 continue
             del self._outstanding[number]
         return ended
@@ -320,14 +317,14 @@ class SGLangEngine(SGLangRequests):
         try:
             while self._outstanding:
                 assert self.process is not None
-                self.process.abort()  # repeatedly, as it misses requests on their way to SGLang
+                self.process.abort()  # repeatedly: it misses requests on their way
                 ended += self.poll(0.2)
         finally:
             self._outstanding.clear()
         return ended
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
-        """Free device memory on all ranks of the engine. CUDA graphs are freed with the KV cache."""
+        """See RolloutEngine. CUDA graphs are freed with the KV cache."""
         if "weights" in tags:
             self._has_weights = False
         self._call("sleep", _with_graphs(tags))
@@ -341,7 +338,7 @@ def _with_graphs(tags: Sequence[str]) -> list[str]:
 
 
 def _decode_routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> tuple[np.ndarray | None, str]:
-    """Return the experts of a sequence of `length` tokens (`routing_array`), and a problem or "".
+    """Return a sequence's experts (`routing_array`), and a problem or "".
 
     encoded: int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)"""
     experts = Sizes.from_config(hf_config).experts

@@ -1,9 +1,9 @@
 """The process that runs one SGLang engine. Written against SGLang 0.5.23.
 
-Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank with process id PID.
+Usage: `python -m megarl.rollout.engines.sglang_host FD PID`. FD is a socket to the rank PID.
 
-It is not the rank, because SGLang kills the engine's parent process if one of its children fails. SGLang's
-spawned children import this module first, for the stubs that a CPU needs and to keep Megatron out."""
+It is not the rank, as SGLang kills the parent process if one of its children fails. These children import
+this module first, for CPU stubs and to keep Megatron out."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def install_cpu_stubs() -> None:
-    """Install import stubs of packages that SGLang hardly uses on a CPU. Calls of a stub raise.
+    """Install stubs of packages on a CPU. Their calls raise.
 
-    Must run in each of SGLang's processes before the first import of sglang. With CUDA it does nothing.
+    Must run in each of SGLang's processes before it imports sglang.
 
-    sgl_kernel    imported by many modules, which run torch-native code or sglang_kernels.py
+    sgl_kernel    its importers run torch-native code or sglang_kernels.py
     torchvision   the package index has only a CUDA build, which breaks transformers with a CPU torch
     """
     if torch.cuda.is_available():
         return
-    is_torchvision_available()  # transformers caches the answer, which must be that without the stub
+    is_torchvision_available()  # first, as transformers caches the answer
     for package in (KERNELS, VISION):
         if package not in sys.modules and find_spec(package) is None:
             sys.meta_path.append(_Stub(package))
             if package == KERNELS:
-                # SGLang's import looks this one up, for attention without gates.
+                # SGLang looks this one up, for attention without gates.
                 missing = "fused_qk_gemma_rmsnorm_cpu"
                 vars(torch.ops.sgl_kernel).update(OPS, **{missing: _Missing(missing)})
 
@@ -84,20 +84,20 @@ class _Stub(MetaPathFinder, Loader):
 
 
 def leave_out_megatron() -> None:
-    """Prevent the import of Megatron by SGLang's dumper.
+    """Keep SGLang's dumper from importing Megatron.
 
-    Megatron sets a mode of SGLang's memory saver (inference/contexts/dynamic_context.py) in which SGLang
-    crashes at its first CUDA graph."""
+    Megatron sets a mode of the memory saver (inference/contexts/dynamic_context.py) in which SGLang crashes
+    at its first CUDA graph."""
     sys.modules.setdefault("megatron.core", None)  # type: ignore[arg-type]
 
 
 install_cpu_stubs()
-if multiprocessing.current_process().name != "MainProcess":  # a child of SGLang; `main` does it otherwise
+if multiprocessing.current_process().name != "MainProcess":  # a child of SGLang; else `main` does it
     leave_out_megatron()
 
 
 class Calls:
-    """Calls of SGLang by name, for the rank. Failures that SGLang returns raise RuntimeError.
+    """Calls of SGLang by name. Failures raise RuntimeError.
 
     0.5.15 has no weight-update sessions; 0.5.23 refuses updates without one."""
 
@@ -120,7 +120,7 @@ class Calls:
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """Load a bucket, one payload per rank. The `last` drops the prefix cache and sets `version`."""
+        """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
         from megarl.rollout.engines.sglang_inside import load_shards
 
         request = self.io.UpdateWeightsFromTensorReqInput(
@@ -139,12 +139,12 @@ class Calls:
             self._check("end_weight_update", await self.manager.end_weight_update(request, None))
 
     async def sleep(self, tags: list[str]) -> None:
-        """Free memory when no request is running; SGLang would crash otherwise."""
+        """Free memory when no request is running; else SGLang would crash."""
         while not (await self.manager.flush_cache()).success:
             await asyncio.sleep(0.1)
         await self.manager.release_memory_occupation(self.io.ReleaseMemoryOccupationReqInput(tags=tags), None)
-        # SGLang answers when its first rank has freed its memory, but the trainer needs that of all ranks.
-        # This call is answered after a barrier of all ranks (Scheduler.handle_rpc_request).
+        # That call ends with SGLang's first rank, this one after a barrier of all ranks
+        # (Scheduler.handle_rpc_request).
         await asyncio.to_thread(self.engine.collective_rpc, "flush_cache")
 
     async def wake(self, tags: list[str]) -> None:
@@ -152,11 +152,11 @@ class Calls:
 
 
 class Host:
-    """Answers messages (kind, ...) until the connection is closed:
+    """Answers messages (kind, ...) until the connection closes:
 
     submit [(id, prompt and partial response, prompt length, seed, most new tokens), ...], params
                                                        -> done [(id, answer), ...]
-    abort                                              -> done, of all running requests
+    abort                                              -> done, of running requests
     call name, arguments of a method of Calls          -> answer error or ""
     """
 
@@ -174,7 +174,7 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # Threads, because an event loop needs a non-blocking socket, and messages may exceed its buffer.
+        # An event loop needs a non-blocking socket, whose buffer messages may exceed.
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
@@ -192,7 +192,7 @@ class Host:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the rank has ended; SGLang's children end with their parent
+                os._exit(1)  # the rank has ended; SGLang's children follow
             self.engine.loop.call_soon_threadsafe(self._answer, *message)
 
     def _answer(self, kind: str, *content: Any) -> None:
@@ -217,7 +217,7 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        """Begin requests. params: temperature, top_p, top_k, stop, stop_token_ids, routing"""
+        """Begin requests."""
         custom = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, length, seed, left in requests:
             sampling = {
@@ -227,7 +227,7 @@ class Host:
                 "custom_params": {"seed": seed, "prompt": length, **custom},
             }
             self.generating += 1
-            # Older versions of SGLang do not know the argument.
+            # Older SGLangs do not know the argument.
             more = {"return_routed_experts": True} if params["routing"] else {}
             self._start(self._generate(number, prompt, sampling, more))
 
@@ -258,7 +258,7 @@ class Host:
         self.finished = []
 
     async def _watch(self) -> None:
-        """Report progress, and end if one of SGLang's processes has ended."""
+        """Report progress, and end when one of SGLang's processes does."""
         seen = 0.0
         while True:
             await asyncio.sleep(PROGRESS)

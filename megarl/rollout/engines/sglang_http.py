@@ -1,6 +1,6 @@
-"""HTTP calls of an external SGLang server, and the check that it fits the run.
+"""HTTP calls of external SGLang servers, and checks that they fit the run.
 
-Written against SGLang 0.5.23. Needs aiohttp, the extra `agents`. JSON answers are checked by type."""
+Needs aiohttp, the extra `agents`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import aiohttp
 
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
-CONNECTION = 5.0  # seconds to a connection
-QUESTION = 30.0  # seconds for quick calls; a server's check of its health takes up to 20
+CONNECTION = 5.0  # seconds
+QUESTION = 30.0  # seconds for quick calls; a health check takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
 
 class Unanswered(Exception):
-    """A server did not answer, or answered with an error. code: HTTP status of the answer; 0: none."""
+    """A server did not answer, or answered with an error. code: HTTP status; 0: no answer."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -58,7 +58,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class Card(msgspec.Struct):
-    """A model in the answer of /v1/models."""
+    """A model of /v1/models."""
 
     max_model_len: int | None = None
 
@@ -89,9 +89,9 @@ class Generated(msgspec.Struct):
 
 
 async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: type[T], body: Any = None) -> T:
-    """GET a URL, or POST `body` (JSON, encoded or not) to it, and return its answer as `kind`.
+    """GET a URL, or POST `body` (JSON, encoded or not), and return the answer as `kind`.
 
-    Raises Unanswered for a timeout, a status other than 200, and an answer of another type."""
+    Raises Unanswered without an answer of status 200 and this type."""
     import aiohttp
 
     path = "/" + url.split("/", 3)[-1]
@@ -122,7 +122,7 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Open a session without reuse of connections: a server may close an idle one as a request is sent."""
+    """Open a session without idle connections, which servers may close during requests."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -132,9 +132,7 @@ async def open_session() -> aiohttp.ClientSession:
 async def identify(
     session: aiohttp.ClientSession, url: str, config: Config, hf_config: Mapping[str, Any]
 ) -> ServerInfo:
-    """Return a server's description.
-
-    Raises ConfigError unless it fits the run and takes new weights, Unanswered if it does not answer."""
+    """Return a server's description. Raises ConfigError if it does not fit the run, or Unanswered."""
     limit = min(QUESTION, config.rollout.engine_timeout)
     model = await call(session, f"{url}/model_info", limit, ModelInfo)
     server = await call(session, f"{url}/server_info", limit, ServerInfo)
@@ -177,9 +175,9 @@ async def identify(
 
 
 def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
-    """Describe how a server's model differs, "" if not: weights of other shapes would crash the server.
+    """Describe how a server's model differs, or "". Other shapes would crash the server.
 
-    The model's folder is compared if it exists here, else its name."""
+    Compares its folder if it exists here, else its name."""
     folder = Path(model.model_path)
     if (folder / "config.json").is_file():
         try:
@@ -195,9 +193,9 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
 
 
 async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expected: int, limit: float) -> str:
-    # The server is paused if a client was killed during an update.
+    # A client killed during an update leaves the server paused.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
-    # Ask for the log-prob of a token just beyond the vocabulary: the refusal names the valid range.
+    # The refusal of a token just beyond the vocabulary names the valid range.
     one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
     beyond = one | {"return_logprob": True, "token_ids_logprob": [expected]}
     try:
@@ -210,7 +208,7 @@ async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expecte
 
 
 def check_servers(config: Config, hf_config: Mapping[str, Any], engines: int) -> None:
-    """Raise ConfigError if servers do not answer or fit, or are fewer than `engines`."""
+    """Raise ConfigError if servers do not answer or fit, or are too few."""
     rollout = config.rollout
     if len(rollout.urls) < engines:
         tp = rollout.engine_tp * -(-engines // len(rollout.urls))

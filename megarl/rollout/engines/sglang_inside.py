@@ -1,4 +1,4 @@
-"""Code in SGLang's processes: a sampler with a seed per response, and a loader of weights.
+"""Code in SGLang's processes: a sampler with seeds per response, and a weight loader.
 
 SGLang's own seeds need its deterministic mode, which has no CPU kernels and no prefix cache."""
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
 from megarl.rollout.sampling import SamplingParams, choose
 
-BACKEND = "pytorch"  # SGLang insists on this name on a CPU
-# Scales of the KV cache, which attention has as parameters if weights are FP8 (radix_attention.py and
-# quantization/kv_cache.py, 0.5.23). They are always 1 here, and a sleep loses them.
+BACKEND = "pytorch"  # required on a CPU
+# Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
+# They are always 1 here, and a sleep loses them.
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
@@ -29,16 +29,16 @@ class KeepParams(CustomLogitProcessor):
 
 
 class SeededSampler(Sampler):
-    """Samples by sampling.py, as the transformers engine does.
+    """Samples by sampling.py.
 
     `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
-    extends a batch's list of them for a new request, and replaces it when a request ends (SamplingBatchInfo).
-    Only then the parameters are copied to the device, asynchronously."""
+    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
+    they copied to the device."""
 
     _rows: Any = None
     _count = 0
     _all_have_params = False
-    _seeds: Tensor  # int64 [rows], on the device, as the next two
+    _seeds: Tensor  # int64 [rows], on the device
     _prompts: Tensor  # lengths, int64 [rows]
     _rows_by_params: list[tuple[SamplingParams, Tensor | None]]  # None: all rows
 
@@ -83,7 +83,7 @@ class SeededSampler(Sampler):
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
-    """Run SGLang's scheduler process with our sampler, on a CPU with replaced kernels."""
+    """Run SGLang's scheduler with our sampler, on a CPU with our kernels."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     register_sampler_backend(BACKEND, SeededSampler)
@@ -93,10 +93,10 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 
 
 def _prepare_cpu() -> None:
-    """Replace code of some families that does not run on a CPU.
+    """Replace code that does not run on a CPU.
 
-    Torch-native attention reads the cache, which has only latents: multi-latent prompts go through them, too.
-    Of linear attention, the norm and the shared expert's gate are Triton kernels."""
+    Torch-native attention reads the cache, so multi-latent prompts go through latents, too. Linear
+    attention's norm and shared expert's gate are Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -109,14 +109,13 @@ def _prepare_cpu() -> None:
 
 @torch.no_grad()
 def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load a bucket of a weight transfer; SGLang calls it as a `custom_weight_loader`.
+    """Load a bucket of a weight transfer, as SGLang's `custom_weight_loader`.
 
-    named_tensors: pairs of a JSON description and a buffer. Keys of the JSON: `tensors` (name -> offset,
-    shape and dtype in the buffer), `path` and `size` (if the buffer is empty, it is this file), and in the
-    last bucket `complete` (all names of the transfer). Raises ValueError unless names, shapes and dtypes fit.
+    named_tensors: pairs of JSON and a buffer. Keys of the JSON: `tensors` (name -> offset, shape, dtype),
+    `path` and `size` (of a file in place of an empty buffer), `complete` (in the last bucket, all names).
+    Raises ValueError unless names, shapes and dtypes fit.
 
-    It ends by synchronising the device. The sender reuses the buffer after a barrier of SGLang's processes,
-    which does not wait for the GPU."""
+    Synchronises the device, as the sender reuses the buffer after a barrier that ignores the GPU."""
     parameters = dict(model.named_parameters())
     for text, memory in named_tensors:
         part = json.loads(text)
@@ -150,6 +149,6 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
 
 
 def _split(name: str) -> tuple[str, int | None]:
-    """Split off the expert in which a name may end (`....w13_weight.7`)."""
+    """Split off the expert, if any (`....w13_weight.7`)."""
     stem, _, expert = name.rpartition(".")
     return (stem, int(expert)) if expert.isdigit() else (name, None)

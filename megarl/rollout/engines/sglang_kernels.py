@@ -1,6 +1,6 @@
 """Kernels in plain torch for SGLang 0.5.23 on CPUs without AMX.
 
-Docstrings name the files of SGLang with the calls. SGLang's processes import this before sglang."""
+Docstrings name the callers. SGLang's processes import this before sglang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm,
 def assign_req_to_token_pool_cpu(
     requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
 ) -> None:
-    """Write the new cache slots of each request, concatenated in `slots`, into its row of `pool`.
+    """Write requests' new cache slots, concatenated in `slots`, into their rows of `pool`.
 
     srt/mem_cache/allocation.py, assign_req_to_token_pool_func"""
     taken = 0
@@ -27,8 +27,8 @@ def assign_req_to_token_pool_cpu(
         taken += end - start
 
 
-# Linear attention (model/delta_net.py). Requests are concatenated in a batch. Each has a slot of two pools:
-# newest inputs of its convolution [slots, channels, width - 1], and its transposed S [slots, heads, dv, dk].
+# Linear attention (model/delta_net.py). A batch concatenates requests. Each has a slot of two pools: newest
+# inputs of its convolution [slots, channels, width - 1], and its transposed S [slots, heads, dv, dk].
 
 
 def causal_conv1d_fn_cpu(
@@ -59,7 +59,7 @@ def causal_conv1d_fn_cpu(
 def causal_conv1d_update_cpu(
     x: Tensor, conv_states: Tensor, weight: Tensor, bias: None, activation: str, *, conv_state_indices: Tensor
 ) -> Tensor:
-    """Convolve a token of each request, x [requests, channels]. GDNAttnBackend.forward_decode"""
+    """Convolve a token per request, x [requests, channels]. GDNAttnBackend.forward_decode"""
     seen = torch.cat([conv_states[conv_state_indices].to(x.dtype), x[..., None]], 2)
     conv_states[conv_state_indices] = seen[..., 1:].to(conv_states.dtype)
     return convolve(seen.mT, weight[:, None])[:, -1]
@@ -110,7 +110,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_beta: float,
     softplus_threshold: float,
 ) -> Tensor:
-    """Apply `delta_step` to a token of each request, [1, requests, heads, ...]. TritonGDNKernel.decode"""
+    """Apply `delta_step` to a token per request, [1, requests, heads, ...]. TritonGDNKernel.decode"""
     state = initial_state_source[initial_state_indices].mT.float()
     out, state = delta_step(state, q[0], k[0], v[0], *gates(a, b, A_log, dt_bias))
     initial_state_source[initial_state_indices] = state.mT.to(initial_state_source.dtype)
@@ -122,7 +122,7 @@ def _requests(slots: Tensor, bounds: Tensor) -> Iterator[tuple[int, slice]]:
         yield slot, slice(*place)
 
 
-# Layers of Qwen3.5, in srt/models/qwen3_5.py.
+# Layers of srt/models/qwen3_5.py.
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
@@ -140,7 +140,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, head_dim: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised queries and keys, and the gates behind the queries of each head.
+    """Return normalised queries and keys, and the gates behind each head's queries.
 
     Qwen3_5AttentionDecoderLayer.forward_prepare_fused_gate"""
 
@@ -158,22 +158,22 @@ def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
 
 
 def forward_gated_norm(module: Any, x: Tensor, z: Tensor) -> Tensor:
-    """Apply the gated norm, in place of Triton kernels.
+    """Apply the gated norm.
 
-    sglang/kernels/ops/attention/fla: RMSNorm.forward in layernorm_gated.py, FusedRMSNormGated.forward in
-    fused_norm_gate.py"""
+    sglang/kernels/ops/attention/fla: layernorm_gated.py, RMSNorm.forward; fused_norm_gate.py,
+    FusedRMSNormGated.forward"""
     return gated_norm(x, z, module.weight, module.eps)
 
 
 def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, routed: Tensor) -> None:
-    """Add the gated output of the shared expert, [tokens, hidden], to that of routed experts, in place.
+    """Add the shared expert's gated output to `routed`, [tokens, hidden] each.
 
     srt/models/qwen2_moe.py, fused_gate_sigmoid_mul_add"""
     routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
-# MODULES: by SGLang's module. OPS: in torch.ops.sgl_kernel, where SGLang's import looks names up. It detects
-# the AMX kernels by another name (convert_weight_packed, srt/utils/common.py).
+# OPS are in torch.ops.sgl_kernel, but without convert_weight_packed, by which SGLang detects AMX
+# (srt/utils/common.py).
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "sgl_kernel": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
     "sgl_kernel.mamba": {

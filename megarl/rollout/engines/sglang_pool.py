@@ -1,4 +1,4 @@
-"""The servers of one client (sglang_servers.py). All coroutines run on the client's thread."""
+"""The servers of a client (sglang_servers.py), on whose thread all coroutines run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.rollout.engines.sglang_http import (
 if TYPE_CHECKING:
     import aiohttp
 
-PULSE = 5.0  # seconds between health checks of a server that generates
+PULSE = 5.0  # seconds between health checks
 T = TypeVar("T")
 
 
@@ -34,19 +34,19 @@ class Server:
         self.why = ""
         self.loading = False
         self.running: set[str] = set()
-        self.gone: asyncio.Future[str] | None = None  # resolves with a reason when it becomes unusable
+        self.gone: asyncio.Future[str] | None = None  # why it became unusable
         self.watch: asyncio.Task[None] | None = None
 
     @property
     def usable(self) -> bool:
-        """Return whether it has the present weights and takes requests."""
+        """Return whether it takes requests."""
         return self.gone is not None and not self.gone.done()
 
 
 class ServerPool:
-    """One client's servers at `rollout.urls`.
+    """A client's servers.
 
-    own    servers to which this client sends weights
+    own    those that get its weights
     limit  seconds for a slow call; question: for a quick one
     """
 
@@ -60,10 +60,10 @@ class ServerPool:
         self.own = [server for server in servers if server.url in mine]
         self.others = [server for server in servers if server.url not in mine]
         self.router = Server(rollout.router) if rollout.router and mine else None
-        # Another run may replace the servers' weights: version names contain a hash of this run's folder.
+        # Part of version names, as other runs may replace the weights.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
-        self.version_name = ""  # of the present weights, as servers report it
+        self.version_name = ""  # of the present weights
         self.notes: list[str] = []
 
     @property
@@ -79,7 +79,7 @@ class ServerPool:
             raise Unanswered(f"{path}: {done.message}")
 
     async def problem(self, server: Server) -> str | None:
-        """Return why a server does not answer; None if it does."""
+        """Return why a server does not answer, if so."""
         try:
             await self.ask(server, "/model_info", self.question, ModelInfo)
         except Unanswered as problem:
@@ -94,7 +94,7 @@ class ServerPool:
         return info.weight_version == self.version_name
 
     def choose(self, *, direct: bool) -> Server:
-        """Return the router, or the server with the fewest requests. Raises EngineFailure without one."""
+        """Return the router or the least busy server. Raises EngineFailure without any."""
         if not direct and self.router and self.router.usable:
             return self.router
         for servers in (self.own, self.others):
@@ -121,7 +121,7 @@ class ServerPool:
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave out a server that has work and does not answer for `engine_timeout`."""
+        """Leave out a busy server without an answer for `engine_timeout`."""
         path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
@@ -138,19 +138,19 @@ class ServerPool:
 
     async def begin_update(self, server: Server) -> None:
         limit, server.loading = self.limit, True
-        # A server that was restarted may have another model.
+        # A restarted server may have another model.
         known = server.usable and await self.is_current(server)
         try:
             if not known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
-            # Requests of others end or wait: none is answered by partly updated weights.
+            # No request may be answered by partly updated weights.
             await self.ask(server, "/pause_generation", limit, type(None), {"mode": "abort"})
             try:
                 await self.command(server, "/begin_weight_update", limit, {})
             except Unanswered as problem:
                 if "already open" not in str(problem):
                     raise
-                # The session is that of a client that was killed.
+                # A killed client left its session open.
                 await self.command(server, "/end_weight_update", limit, {})
                 await self.command(server, "/begin_weight_update", limit, {})
         except (Unanswered, ConfigError) as problem:
@@ -180,10 +180,10 @@ class ServerPool:
         return f"megarl-{self.run}-{version}"
 
     async def end_update(self, version: int) -> None:
-        """Use the servers that have all weights. Raises EngineFailure if there are none."""
+        """Use the servers with all weights. Raises EngineFailure without any."""
         self.version_name = self.name_version(version)
         await gather(self._finish(server) for server in self.own if server.loading)
-        # Other clients have updated theirs; the first answer shows if not.
+        # Other clients should have updated theirs; answers show it.
         for server in (*self.others, *([self.router] if self.router else ())):
             self.close(server, "it has new weights")
             self.open(server)

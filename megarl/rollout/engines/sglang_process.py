@@ -1,4 +1,4 @@
-"""The leader's handle of the process that runs an SGLang engine (sglang_host.py)."""
+"""The leader's handle of an SGLang process (sglang_host.py)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import psutil
 from megarl.config.errors import EngineFailure
 
 POLL = 0.2
-KILL_WAIT = 30.0  # seconds in which killed processes must end
-LOG_LINES = 4  # of the engine's log in an error message
+KILL_WAIT = 30.0  # seconds for killed processes to end
+LOG_LINES = 4  # in an error message
 
 
 class EngineProcess:
-    """Starts and ends the process, and exchanges messages with it. After an EngineFailure end it.
+    """Runs the process and exchanges messages with it. After an EngineFailure end it.
 
-    limit        seconds without a message while the engine has work
+    limit        seconds of silence while the engine has work
     start_limit  seconds until it is ready
     """
 
@@ -44,7 +44,7 @@ class EngineProcess:
         self._ready = False
 
     def start(self) -> None:
-        # TMPDIR, because SGLang leaves sockets and files there. A socket's path must be short.
+        # SGLang leaves files in TMPDIR, and sockets, whose paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         ours, theirs = socket.socketpair()
         with (self.folder / "log").open("wb") as log, theirs:
@@ -55,12 +55,12 @@ class EngineProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C must not reach it; and `end` kills the group
+                start_new_session=True,  # Ctrl-C must not reach it; `end` kills the group
             )
         self._connection = Connection(ours.detach())
-        self._silent = 0.0  # seconds spent waiting since the last message
+        self._silent = 0.0  # seconds waited since the last message
         self._done: list[tuple[int, Any]] = []
-        self._answers: list[str] = []  # error of the newest call; "" without one
+        self._answers: list[str] = []  # the newest call's error or ""
         self._ready = False
         self.children = []
         self._send(self.arguments)
@@ -95,7 +95,7 @@ class EngineProcess:
         self._send(("abort",))
 
     def poll(self, seconds: float) -> list[tuple[int, Any]]:
-        """Return the answers since the last call; wait at most `seconds` for the first."""
+        """Return new answers; wait at most `seconds` for the first."""
         end = time.monotonic() + seconds
         while not self._done and (left := end - time.monotonic()) > 0:
             self._wait(left, self.limit, "no token came")
@@ -105,21 +105,21 @@ class EngineProcess:
         return done
 
     def end(self) -> None:
-        """Kill the engine's processes and wait for their end. May be called again."""
+        """Kill the engine's processes, and wait for their end."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the group exists as long as one of its processes
+            os.killpg(self.pid, signal.SIGKILL)  # a group outlives its first process
         self._process.wait()
         self._connection.close()
         deadline = time.monotonic() + KILL_WAIT
         while any(map(psutil.pid_exists, self.children)) and time.monotonic() < deadline:
-            time.sleep(0.02)  # they keep device memory until they have ended
+            time.sleep(0.02)  # until then they keep device memory
         shutil.rmtree(self.folder, ignore_errors=True)
         self._process, self._ready = None, False
 
     def _wait(self, seconds: float, limit: float, what: str) -> None:
-        """Wait for one message, at most `seconds` or POLL. `limit`: seconds of silence in total"""
+        """Wait for a message, at most `seconds` or POLL. limit: seconds of silence"""
         assert self._process is not None
         begin = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):

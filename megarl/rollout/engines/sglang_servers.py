@@ -1,8 +1,4 @@
-"""External SGLang servers (`rollout.urls`), by SGLang's public HTTP calls.
-
-Weights go by `update_weights_from_tensor`, in the body, because it needs only the URL: no shared machine,
-folder or process group. The body has 4/3 of the weights' bytes for each tensor-parallel rank of
-the server."""
+"""External SGLang servers (`rollout.urls`), by their public HTTP calls, see docs/sglang.md."""
 
 from __future__ import annotations
 
@@ -37,19 +33,13 @@ from megarl.rollout.engines.sglang_pool import Server, ServerPool
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import read_config
 
-TOKEN = 1.0  # seconds per token, including waits in the server's queue, in addition to engine_timeout
-TRIES = 3  # of one request at a server that answers and has the right weights
+TOKEN = 1.0  # seconds per token, with waits in the server's queue, beyond engine_timeout
+TRIES = 3  # of a request at a server with the right weights
 T = TypeVar("T")
 
 
 class SGLangServers(SGLangRequests):
-    """An engine whose responses come from servers at `rollout.urls`.
-
-    The first of every `rollout.engine_tp` ranks is a client with a share of the servers.
-
-    A server that does not answer, or has other weights, is left out until the next weight update. Its
-    requests go to another one with the same seeds.
-    """
+    """An engine on servers at `rollout.urls`, see EngineCapabilities.remote."""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
@@ -121,7 +111,7 @@ class SGLangServers(SGLangRequests):
             self.pool.close(server, why)
 
     def stop(self) -> None:
-        """Close the client. Servers continue; one whose weights are being replaced may generate again."""
+        """Close the client. Servers continue, even during an update."""
         if self._loop is None:
             return
         loading = [server for server in self.pool.own if server.loading]
@@ -179,7 +169,7 @@ class SGLangServers(SGLangRequests):
                 try:
                     return await self._answer(server, request, params)
                 except (Unanswered, EngineFailure) as problem:
-                    if server is self.pool.router:  # ask servers directly, to see the cause
+                    if server is self.pool.router:  # servers show the cause
                         direct = True
                         continue
                     if isinstance(problem, Unanswered) and problem.code == 400:
@@ -242,7 +232,7 @@ class SGLangServers(SGLangRequests):
             if self._tasks.get(number) is not task or task.cancelled():
                 continue
             if isinstance(error := task.exception(), EngineFailure):
-                self._failure = error  # raised by the next call, after this one's valid answers
+                self._failure = error  # the next call raises it
             elif error is not None:
                 raise error
             else:
@@ -253,7 +243,7 @@ class SGLangServers(SGLangRequests):
         return ended
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        """End all requests. One that no server returns in time comes back unchanged."""
+        """See RolloutEngine. A request that no server returns in time keeps its prefix."""
         if not self._outstanding:
             return []
         self._do(self._abort())

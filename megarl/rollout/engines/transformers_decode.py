@@ -1,4 +1,4 @@
-"""Decoding with a transformers model: seeds per response, prefix sharing, and continuous admission."""
+"""Decoding with a transformers model: prefix sharing and continuous admission."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, 
 from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
 from megarl.weights.families import Sizes
 
-PREFILL_TOKENS = 16384  # padded prompt tokens in one forward pass, including those before its segments
-_NAN = 1 << 40  # added to the count of live rows if one has NaN, so that one device-to-host copy carries both
+PREFILL_TOKENS = 16384  # padded tokens of a forward pass, with those before its segments
+_NAN = 1 << 40  # added to the count of live rows if one has NaN, for one copy to the host
 
 
 class Stopping:
     """End-of-sequence tokens and stop texts.
 
-    eos         tokens that end a response, bool [vocab]
+    eos         bool [vocab]
     candidates  tokens that may complete a stop text, bool [vocab]
     """
 
@@ -43,7 +43,7 @@ class Stopping:
                 )
             known = min(vocab, len(tokenizer))
             last = {text[-1] for text in texts}
-            # Part of a character decodes to U+FFFD, and a lone space may be stripped.
+            # Part of a character decodes to U+FFFD; a lone space may be stripped.
             pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=False)
             candidates[:known] = torch.tensor(
                 [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
@@ -59,12 +59,11 @@ class Stopping:
 
 
 class DecodeLoop:
-    """Decodes at most `max_batch` requests together, one row each. Waiting prompts take free rows.
+    """Decodes at most `max_batch` requests, one row each. Waiting prompts take free rows.
 
-    On a CPU in float32, responses and log-probs are batch-invariant bitwise, except for mixtures of experts.
-    A library's order of summation depends on the shapes of its operands, so no shape may depend on other
-    responses: linear layers multiply blocks of rows (`Block`), attention takes chunks of COLUMNS keys
-    (`decode_attention`) or queries (`prefill_attention`), and padding depends only on the prompt's length.
+    On a CPU in float32 this is bitwise batch-invariant, except for mixtures of experts. A library's order of
+    summation depends on its operands' shapes, so these may not depend on other responses: see Block,
+    decode_attention, prefill_attention and _width.
     """
 
     def __init__(
@@ -74,21 +73,19 @@ class DecodeLoop:
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
         self.requests: dict[int, GenerationRequest] = {}
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []
-        # If routing is recorded: the choice of each layer's router in this pass, [tokens, topk].
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
-        self.chosen: list[Tensor] = []
+        self.chosen: list[Tensor] = []  # recorded in this pass, by layer, [tokens, topk]
         self.cache = KVCache(model, self.experts)
-        # Per row: the key of its request (-1: none), its seed, newest token, that token's position, the
-        # number of response tokens, and their limit. Rows up to `used` are responses, some of them finished.
-        # Rows after them, up to a whole number of blocks, are computed and ignored.
+        # Per row: key (-1: none), seed, newest token and its position, number of response tokens and their
+        # limit. Rows from `used` to the end of a block are computed and ignored.
         self.state = torch.zeros(6, self.block.get_capacity(max_batch), dtype=torch.int64, device=self.device)
         self.key, self.seed, self.token, self.position, self.count, self.limit = self.state
-        self.highest = 0  # no row's limit is higher
+        self.highest = 0  # upper bound of `limit`
         self.live = torch.zeros_like(self.key, dtype=torch.bool)
         self.nan = torch.zeros_like(self.live)
         self.key.fill_(-1)
         self.used = 0
-        self.longest = 0  # no row's newest token has a higher position
+        self.longest = 0  # upper bound of `position`
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         self.requests |= requests
@@ -133,7 +130,7 @@ class DecodeLoop:
             free -= len(taken[-1][1])
         self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
         self._make_room(self.max_batch - free)
-        # Segments do not hand on states of linear attention.
+        # Segments cannot pass on states of linear attention.
         segments = split_prompts([prompt for prompt, _ in taken], shared=not self.cache.states)
         rows, first = dict[int, range](), self.used
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
@@ -186,7 +183,7 @@ class DecodeLoop:
         self.count[new] = torch.tensor([request.prefix_length for request in requests], device=device)
         cache.tokens[new, :stop] = tokens[source]
         self.used = new.stop
-        # The head and the sampler get whole blocks too.
+        # Head and sampler get whole blocks, too.
         ends = torch.tensor(ending, device=device)
         last = hidden.new_zeros(self.block.pad(len(ends)), hidden.shape[2])
         last[: len(ends)] = hidden[ends, lengths[ends] - 1 - start]
@@ -198,7 +195,7 @@ class DecodeLoop:
         self._make_room(self.used)
         cache, rows = self.cache, slice(0, self.block.pad(self.used))
         mask = cache.attend(self.position[rows], self.longest)
-        # In blocks, as `BlockLinear` multiplies them: a block of responses takes the place of a sequence.
+        # A block takes the place of a sequence, for `BlockLinear`.
         hidden = self.body(
             input_ids=self.token[rows].view(-1, self.block.rows),
             position_ids=self.position[rows].view(-1, self.block.rows),
@@ -213,7 +210,7 @@ class DecodeLoop:
         self._choose(rows, self.head(hidden).flatten(0, 1))
 
     def _take_chosen(self) -> Tensor:
-        """Return the experts of the forward pass, int16 [tokens, layers, topk]; 0 for dense first layers."""
+        """Return the pass's experts, int16 [tokens, layers, topk]; 0 for dense first layers."""
         chosen = torch.stack(self.chosen, dim=1).short()
         self.chosen.clear()
         return F.pad(chosen, (0, 0, len(self.body.layers) - chosen.shape[1], 0))
@@ -225,7 +222,7 @@ class DecodeLoop:
         self.nan[rows] = logprob.isnan() & live
         self.position[rows] += live
         count += live
-        # A finished row does not advance: its new tokens are written behind its end.
+        # A finished row's new token goes behind its end.
         at = cache.starts[rows] + self.position[rows] + ~live
         cache.tokens.view(-1).index_copy_(0, at, token)
         cache.logprobs.view(-1).index_copy_(0, at, logprob)
@@ -234,7 +231,7 @@ class DecodeLoop:
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
-        """End rows whose newest tokens hold a stop text."""
+        """End rows whose newest tokens contain a stop text."""
         look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
         ends, counts = self.position[look].tolist(), self.count[look].tolist()
         for row, end, count in zip(look.tolist(), ends, counts, strict=True):
@@ -243,7 +240,7 @@ class DecodeLoop:
                 self.live[row] = False
 
     def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
-        """Remove and return finished rows if they are over a sixteenth, or `at_once`."""
+        """Remove and return finished rows if over a sixteenth, or `at_once`."""
         used = self.used
         live = self.live[:used]
         status = int(live.sum() + self.nan.any() * _NAN)
@@ -270,7 +267,7 @@ class DecodeLoop:
         taken = []
         for row, (key, end, count, limit) in enumerate(self.state[[0, 3, 4, 5]][:, rows].T.tolist()):
             span = slice(end + 1 - count, end + 1)
-            # A copy, as a view would keep the log-probs of all rows.
+            # A view would keep all rows' log-probs.
             data = TokenData(tokens[row, span].numpy(), logprobs[row, span].numpy().copy())
             if (prefix := self.requests[key].prefix) is not None:
                 data.logprobs[: prefix.num_tokens] = prefix.logprobs
@@ -283,8 +280,8 @@ class DecodeLoop:
         return taken
 
     def _make_room(self, rows: int) -> None:
-        """Grow the cache to `rows` rows, geometrically."""
-        # A finished row writes one token behind its end.
+        """Grow the cache to `rows` rows, and columns geometrically."""
+        # Finished rows write one token more, see `_choose`.
         rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
             grown = min(columns * 3 // 2 + 128, columns + self.highest)
@@ -299,12 +296,12 @@ class Segment(NamedTuple):
 
 
 def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segment]:
-    """Cut prompts into segments, ordered by their start.
+    """Cut prompts into segments, ordered by start.
 
-    shared: whether common beginnings, in chunks of COLUMNS tokens, are segments; else each prompt is one"""
+    shared: common beginnings, of whole COLUMNS, are segments; else each prompt is one"""
 
     def chunk(number: int, start: int) -> object:
-        """Return a key that prompts with the same tokens here share; unique at the prompt's end."""
+        """Return a key of the tokens here; unique at the prompt's end."""
         tokens = prompts[number][start : start + COLUMNS + 1]
         return tokens[:-1] if shared and len(tokens) > COLUMNS else number
 
@@ -327,7 +324,7 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segm
 
 
 def _width(prompt: tuple[int, ...]) -> int:
-    """Return a prompt's padded length: at most a quarter more, and less than COLUMNS more.
+    """Return a prompt's padded length, less than COLUMNS more.
 
     It must not depend on other prompts, as block sizes of torch's attention depend on it."""
     return round_up(len(prompt), min(COLUMNS, max(16, (1 << (len(prompt) - 1).bit_length()) // 8)))

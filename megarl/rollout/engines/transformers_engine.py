@@ -1,4 +1,4 @@
-"""The rollout engine on Hugging Face transformers: default on a CPU, reference for other engines."""
+"""The rollout engine on Hugging Face transformers, a reference for the others."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from megarl.rollout.engines.transformers_layers import (
 from megarl.rollout.sampling import SamplingParams
 from megarl.weights.families import EXPERT_BIAS
 
-BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # end of the names of buffers that are weights
+BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # suffix of buffers that are weights
 
 
 class TransformersEngine(RolloutEngine):
-    """A RolloutEngine in this process, on one device. tokenizer: needed only for stop texts"""
+    """A RolloutEngine in this process. tokenizer: only for stop texts"""
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
@@ -59,7 +59,7 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = -1
         self.model: Any = None
         self._has_weights = self._asleep = False
-        # One per SamplingParams of unfinished requests; the first decodes next.
+        # One per SamplingParams; the first decodes next.
         self._loops: list[DecodeLoop] = []
         self._stopping: dict[tuple[str, ...], Stopping] = {}
 
@@ -83,11 +83,11 @@ class TransformersEngine(RolloutEngine):
             )
         model.to_empty(device=self.device)
         model.tie_weights()  # to_empty gives tied weights a storage each
-        # The rotary frequencies are buffers outside the checkpoint, which to_empty left undefined.
+        # Rotary frequencies are not in the checkpoint; to_empty left them undefined.
         body = model.get_decoder()
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
         for name, bias in list(model.named_buffers()):
-            if name.endswith(BIAS):  # from_pretrained makes it float32, from_config does not
+            if name.endswith(BIAS):  # float32 by from_pretrained, but not by from_config
                 place, _, kind = name.rpartition(".")
                 setattr(model.get_submodule(place), kind, bias.float())
         others = [n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)]
@@ -121,7 +121,7 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the weights by the names of Hugging Face's files, of tied weights only the embedding.
+        """Return the weights by Hugging Face's names, of tied ones only the embedding.
 
         Write to them only between begin_update and end_update. Raises EngineError before `start` and while
         asleep."""
@@ -131,7 +131,7 @@ class TransformersEngine(RolloutEngine):
         tensors: dict[str, Tensor] = {}
         biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(BIAS))
         for name, parameter in (*self.model.named_parameters(), *biases):
-            # transformers 5 has a layer's experts in two tensors, the files have one for each expert.
+            # transformers 5 has a layer's experts in two tensors, unlike files.
             layer, of_experts, kind = name.rpartition(".experts.")
             if not of_experts:
                 tensors[name] = parameter.data
@@ -145,11 +145,11 @@ class TransformersEngine(RolloutEngine):
         self._has_weights = False
 
     def end_update(self, version: int) -> None:
-        self.parameters()  # raises EngineError if there are none
+        self.parameters()  # may raise EngineError
         self._has_weights, self.weight_version = True, version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
-        """Free the storage of the weights; the tensors of `parameters` stay the same objects."""
+        """Free the weights' storage, but keep the tensors of `parameters`."""
         if self.model is None or self._asleep or "weights" not in tags:
             return
         self._asleep, self._has_weights = True, False
@@ -166,9 +166,9 @@ class TransformersEngine(RolloutEngine):
         self._asleep = False
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
-        """Queue requests. A response keeps its stop text, up to the end of the token that completes it.
+        """Queue requests. A response ends with the token that completes a stop text.
 
-        Raises EngineError without valid weights and for a request that does not fit the model."""
+        Raises EngineError without weights, or if a request does not fit."""
         if not requests:
             return
         loop = next((loop for loop in self._loops if loop.params == params), None) or self._make_loop(params)
@@ -218,7 +218,7 @@ class TransformersEngine(RolloutEngine):
             if self.model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: asked for responses while it is {state}")
-        if params.stop not in self._stopping:  # slow to make for a large vocabulary
+        if params.stop not in self._stopping:
             self._stopping[params.stop] = Stopping(
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )

@@ -1,4 +1,4 @@
-"""Batch-invariant layers for transformers' models: linear layers, a KV cache, and attention over it."""
+"""Batch-invariant layers for transformers' models: linear layers, a KV cache, and attention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megarl.model.delta_net import convolve, delta_rule, delta_step, gated_norm, gates
 from megarl.weights.families import Sizes
 
-ATTENTION = "megarl_rollout"  # the name under which `attention` is registered with transformers
-# Keys of a chunk of attention, see DecodeLoop. A multiple of 8, as torch's memory-efficient kernel on CUDA
-# wants for the rows of a bf16 mask.
+ATTENTION = "megarl_rollout"  # name of `attention` in transformers
+# Keys of a chunk of attention. CUDA's memory-efficient kernel needs a multiple of 8 for bf16 masks.
 COLUMNS = 64
-NARROW = 256  # hidden size below which the call of a product costs more than the multiplication
-LARGEST = 64  # rows of a product of a wide layer
+NARROW = 256  # hidden size below which calls cost more than products
+LARGEST = 64  # rows of a wide layer's product
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -29,7 +28,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def is_batch_invariant(tensor: Tensor) -> bool:
-    """Return whether products with it are batch-invariant: in float32 on a CPU."""
+    """Return whether its products are batch-invariant: in float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
@@ -38,15 +37,15 @@ class Block(NamedTuple):
 
     rows: int
     fewest: int = 1  # blocks in a batch
-    # Most rows of a product; the last one has a power of two. 0: one product for all blocks.
+    # Most rows of a product; the last one has a power of two. 0: one batched product.
     largest: int = 0
 
     @staticmethod
     def make(weights: Sequence[Tensor], hidden: int) -> Block:
-        """Return the block for a model with these weights, which are overwritten, and this hidden size.
+        """Return the block for a model with these weights, which are overwritten.
 
-        A narrow model multiplies at least two small blocks in one batched product: MKL has another code path
-        for one. Without batch invariance, blocks only limit the number of shapes."""
+        A narrow model multiplies at least two blocks, as MKL has another code path for one. Without batch
+        invariance, blocks only limit the number of shapes."""
         if not is_batch_invariant(weights[0]):
             return Block(8)
         return Block(16, 2) if hidden < NARROW else Block(find_fewest_rows(weights), largest=LARGEST)
@@ -58,15 +57,15 @@ class Block(NamedTuple):
         return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
 
     def get_capacity(self, rows: int) -> int:
-        """Return the rows to allocate; new responses may begin inside a block."""
+        """Return the rows to allocate, as new responses may begin inside a block."""
         return self.pad(rows) + (self.largest or self.pad(0))
 
 
 def find_fewest_rows(weights: Iterable[Tensor]) -> int:
     """Return the fewest rows of a product whose order of summation is that of LARGEST rows.
 
-    It depends on processor and library, so random numbers find it: equal results mean an equal order. The
-    weights are overwritten."""
+    It depends on processor and library, so results on random numbers, which overwrite the weights, are
+    compared."""
     random, fewest = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
         weight.normal_(generator=random)
@@ -102,10 +101,10 @@ class BlockLinear(nn.Linear):
 
 
 class KVCache:
-    """Keys and values per layer, [rows, kv_heads, columns, dim]. Position p is in column p.
+    """Keys and values per layer, [rows, kv_heads, columns, dim].
 
-    Multi-latent attention has latents and rotated keys, one head each. Linear attention has a state per row.
-    The cache also has each position's token, log-prob and, if recorded, experts.
+    Position p is in column p. Multi-latent attention has latents and rotated keys, one head each. Linear
+    attention has a state per row.
 
     It is transformers' `past_key_values`, of which attention layers call only `update`."""
 
@@ -140,7 +139,7 @@ class KVCache:
     def update(
         self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values. Return those of all its columns.
+        """Add a layer's keys and values. Return those of all columns.
 
         key, value: [segments, kv_heads, tokens, dim]; when decoding [blocks, kv_heads, rows, dim]"""
         if self.prefilling:
@@ -159,10 +158,10 @@ class KVCache:
 
     @contextmanager
     def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
-        """Keep keys and values of a forward pass for `place`.
+        """Keep a forward pass's keys and values for `place`.
 
-        start: first column; before: int64 [segments], a row with the columns before each
-        lengths: int64 [segments], prompt tokens up to each segment's end"""
+        start: first column; before: int64 [segments], rows with the columns before
+        lengths: int64 [segments], tokens up to each segment's end"""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
             yield
@@ -213,7 +212,7 @@ class KVCache:
 
         def grown(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
-            # Masked columns get weight 0, and 0 times an uninitialised NaN is NaN.
+            # Masked columns weigh 0, but 0 times an uninitialised NaN is NaN.
             fresh = old.new_zeros(shape)
             fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
             return fresh
@@ -234,7 +233,7 @@ class KVCache:
 
 class CachedDeltaNet(Qwen3_5GatedDeltaNet):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return inputs of the convolution, output gates, alpha and beta, [..., tokens, n]."""
+        """Return inputs of the convolution, gates, alpha and beta, [..., tokens, n]."""
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
         channels, gate, alpha, beta = (layer(hidden_states) for layer in layers)
         return channels, gate, alpha, beta
@@ -242,7 +241,7 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
     ) -> Tensor:
-        """Take hidden_states [prompts, tokens, hidden] while prefilling, in a step [blocks, rows, hidden]."""
+        """Take hidden_states [prompts, tokens, hidden]; when decoding [blocks, rows, hidden]."""
         cache, layer, kernel = cache_params, self.layer_idx, self.conv1d.weight
         channels, gate, alpha, beta = self.project(hidden_states)
         decay, beta = gates(alpha, beta, self.A_log, self.dt_bias)
@@ -290,11 +289,10 @@ class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface. Values may be narrower than keys; the output then is.
+    """Implement transformers' attention interface, for values that may be narrower than keys.
 
-    Without a mask (prefill) it is causal, with the queries of the last keys.
-
-    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim] -> [rows, q, heads, dim]
+    Without a mask: `prefill_attention`. query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim]
+    -> [rows, q, heads, dim]
     """
     scale, narrow = kwargs["scaling"], value.shape[3]
     if narrow < key.shape[3]:  # torch's fused attention needs equal widths
@@ -314,14 +312,13 @@ def attention(
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally with the queries of the last keys.
 
-    For batch invariance COLUMNS queries are taken at once: a shared beginning may be computed separately.
+    For batch invariance it takes COLUMNS queries at once: a shared beginning may be computed separately.
 
-    query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
-    -> [rows, heads, q, dim]
+    query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     """
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
     before, ordered, parts = keys - queries, is_batch_invariant(query), []
-    if ordered:  # the same strides with and without a shared beginning
+    if ordered:  # equal strides with and without a shared beginning
         key, value = key.contiguous(), value.contiguous()
     at, step = torch.arange(keys, device=key.device), COLUMNS if ordered else queries
     for first in range(0, queries, step):
@@ -330,7 +327,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
         if not before + first:
             grouped = heads != kv_heads
             out = F.scaled_dot_product_attention(own, *seen, is_causal=True, scale=scale, enable_gqa=grouped)
-        else:  # queries of one key head become queries of one head: kernels with a mask have no groups
+        else:  # kernels with a mask have no grouped queries
             mask = at[: before + stop] <= at[before + first : before + stop, None]
             own, mask = own.reshape(rows, kv_heads, -1, dim), mask.repeat(heads // kv_heads, 1)
             out = F.scaled_dot_product_attention(own, *seen, attn_mask=mask, scale=scale)
@@ -339,12 +336,12 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend to keys in chunks of COLUMNS, and add their results in order.
+    """Attend to keys in chunks of COLUMNS, and add the results in order.
 
     A fully masked chunk adds zeros, so a row's sums do not depend on the number of columns.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
-    mask, additive, [rows, 1, 1, n * COLUMNS] -> [rows, kv_heads, group, dim]
+    mask, additive, [rows, 1, 1, n * COLUMNS]. The result is shaped as query.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
