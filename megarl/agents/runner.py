@@ -1,6 +1,6 @@
-"""Run episodes of several turns for a worker.
+"""Run a worker's multi-turn episodes.
 
-An error of user code becomes the response's verdict, or ends the run with a message that names the code."""
+An error of user code becomes the verdict, or ends the run with a message that names the code."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class AgentRunner:
 
     @contextmanager
     def supervise(self, rank: int) -> Iterator[None]:
-        """Record each episode's tasks, and report user code that blocks the loop."""
+        """Record episodes' tasks, and report user code that blocks the loop."""
         asyncio.get_running_loop().set_task_factory(_create_task)
         rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
         path = rollout.agent or rollout.episode
@@ -97,7 +97,7 @@ class AgentRunner:
 
 @dataclass
 class AgentEpisode(Policy):
-    """An episode whose turns a coroutine asks for. warned: reports, shared by a worker's episodes."""
+    """A coroutine's episode. warned: reports, shared by a worker's episodes."""
 
     function: EpisodeFunction = field(kw_only=True)
     warned: set[str] = field(default_factory=set, kw_only=True)
@@ -126,7 +126,7 @@ class AgentEpisode(Policy):
             return Verdict(False, error=f"{self.key}: a tool failed: {error}")
         except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
             raise
-        # Any other error is the user code's, perhaps wrapped by a task group: the response stays ungraded.
+        # Other errors are user code's, perhaps wrapped by a task group: the response stays ungraded.
         except BaseException as error:
             rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
             while isinstance(rest, BaseExceptionGroup):
@@ -154,7 +154,7 @@ class AgentEpisode(Policy):
         return Verdict(False, error=f"{self.key}: {why}", graded=False)
 
     async def _cancel_leftovers(self) -> str:
-        """Cancel and return the tasks that the coroutine left running. Raises EngineError if one stays."""
+        """Cancel and return tasks that the coroutine left. Raises EngineError if one does not end."""
         if all(task.done() for task in _tasks.get()):
             return ""
         await asyncio.sleep(0)
@@ -191,9 +191,7 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Import the episode's function.
-
-    Raises ConfigError for an unsuitable function, or a template that rewrites history."""
+    """Import the episode's function. Raises ConfigError if it or the chat template is unsuitable."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)
@@ -226,7 +224,7 @@ def _import_coroutine(key: str, path: str, parameters: str) -> Any:
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
 
-    Raises ConfigError for a tool without usable schema, or a chat template that fits no agent."""
+    Raises ConfigError as `schemas` and `opening_tokens`."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     opening = opening_tokens(tokenizer, variables) if rollout.agent else ()
     return {"tools": list(schemas(rollout.tools).values()), "opening": opening}

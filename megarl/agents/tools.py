@@ -1,7 +1,7 @@
-"""Run tools and environments in separate processes with limits, for many episodes at once.
+"""Run episodes' tools and environments in separate processes with limits.
 
-A job is a pure function of its message (a tool's arguments; an environment's row, seed and all texts of the
-policy). So any process can do any job, and a killed process loses nothing."""
+A job depends only on its message: a tool's arguments, or an environment's row, seed and all policy texts.
+So any process can run it, and a killed process loses nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256
-_MAX_STATE = 1 << 20  # of JSON; a larger state is discarded, so it is replayed
+_MAX_STATE = 1 << 20  # characters of JSON; with a larger state, turns are replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -36,20 +36,19 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """What an episode acts on, created anew for each episode.
+    """An environment, created anew for each episode (docs/episodes.md).
 
-    It must depend only on row, seed and the policy's texts, because another process may replay them.
-    `random` and numpy are seeded before each call. Optionally, `state()` returns JSON, and `restore(state)`,
-    called after `reset`, replaces the replay."""
+    It must depend only on row, seed and texts, because another process may replay them. `random` and numpy
+    are seeded before each call. Optional `state()` and `restore(state)`, called after `reset`, avoid replay."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return observation, the turn's reward, and done."""
+        """Return observation, reward and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far; changes nothing."""
+        """Grade the episode so far, without changing it."""
         ...
 
 
@@ -57,8 +56,8 @@ class Environment(Protocol):
 class Result(Generic[T]):
     """The outcome of a job.
 
-    error   why there is no value; a tool's error is text that the policy may see
-    graded  False if neither the policy nor the called code caused the error"""
+    error   why there is no value; the policy may see a tool's error
+    graded  False: neither the policy nor the called code caused the error"""
 
     value: T | None = None
     error: str | None = None
@@ -71,7 +70,7 @@ class State(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer to the policy's last text. state: to pass to later jobs."""
+    """An environment's answer. state: to pass to later jobs."""
 
     observation: str
     reward: float
@@ -80,15 +79,15 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments, for one event loop.
+    """Up to `workers` processes that call tools and environments, for one event loop.
 
-    seconds            limit of one call, or of one method of an environment
+    seconds            limit of one call of a function or method
     memory_mib         data memory of one process, MiB
-    observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
+    observation_bytes  UTF-8 bytes of a result; the rest is cut, with a mark
     environment        `module:Class`, constructed with `arguments`
 
-    A job that exceeds limits or loses its process is retried in a new one; the second failure is the policy's
-    (`graded`), unless the process did not start. Jobs wait for a busy process with their environment."""
+    A job that exceeds limits or loses its process is retried once. A second failure is the policy's
+    (`graded`), unless a start, an import or an MCP server failed."""
 
     def __init__(
         self,
@@ -126,12 +125,12 @@ class ToolPool:
 
     @property
     def waiting(self) -> list[_Job]:
-        """Unfinished jobs. Safe to read from another thread."""
+        """Unfinished jobs; readable from any thread."""
         return list(self._jobs.values())
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports about a hang."""
+        """Describe the oldest unfinished job, for reports of hangs."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -144,9 +143,9 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Return the result of a function `module:function` or an MCP server's tool as text.
+        """Call `module:function` or an MCP server's tool.
 
-        `seed` seeds `random` and numpy's generator. Raises TypeError if an argument is no JSON value."""
+        seed: of `random` and numpy. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
@@ -154,9 +153,9 @@ class ToolPool:
     async def step(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Result[Answer]:
-        """Return the environment's answer to the last of `texts`, the policy's texts by turn.
+        """Return the environment's answer to the last of the policy's `texts`.
 
-        key: the episode's number. state: from an earlier answer, if no process has the environment."""
+        key: the episode's. state: of an earlier answer, used if the process lacks the environment."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("graded", True))
@@ -166,7 +165,7 @@ class ToolPool:
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Grade the environment, and discard it. A failure is a verdict with an error."""
+        """Grade and discard the environment. A failure is a verdict with an error."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], graded=answer.get("graded", True))
@@ -174,7 +173,7 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, graded=graded)
 
     def forget(self, key: int) -> None:
-        """Discard an environment: it may hold a session at a server."""
+        """Discard an environment, because it may hold a server's session."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
@@ -207,13 +206,13 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a process, which finishes it even if the caller is cancelled."""
+        """Run a job, which a process finishes even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
             slot = await self._acquire_slot(job.key)
             job.running = True
-            # A new context: the task may outlive its episode.
+            # The task may outlive its episode: use a new context.
             task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -246,9 +245,7 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first queued job whose environment no other process has, else to the first.
-
-        Skipped jobs come first when their own process is idle."""
+        """Pass a slot to the first queued job whose environment no other process has, else to the first."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -270,7 +267,7 @@ class ToolPool:
             answer = await self._try_job(slot, job)
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
-                if answer.get("killed"):  # for the second time: the job caused it
+                if answer.get("killed"):  # twice: the job caused it
                     answer["graded"] = True
             return answer
         except BaseException:
@@ -283,7 +280,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """`lost` in the answer: the process has ended."""
+        """Return the answer, with `lost` if the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "graded": False}
@@ -291,7 +288,7 @@ class ToolPool:
             return {}
         if job.key is not None:
             process.keys.pop(job.key, None)
-            self.forget(job.key)  # another process's copy would miss this job
+            self.forget(job.key)  # other copies would miss this job
             process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True
@@ -331,7 +328,7 @@ class ToolPool:
                 process = self._slots[slot] = _ToolProcess(self._sandbox, self._longest)
                 await process.connect(self._settings)
                 return process
-            except (OSError, EOFError) as error:  # OSError includes TimeoutError
+            except (OSError, EOFError) as error:  # TimeoutError too
                 why = describe_error(error)
                 if process is not None:
                     why = f"{await process.finish()}; {process.last_line}"
@@ -341,7 +338,7 @@ class ToolPool:
 
 
 class _Job:
-    """wanted: the caller still waits for the answer."""
+    """wanted: the caller still waits."""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -364,10 +361,9 @@ class _JobHandler:
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield None when a new time limit starts, and at the end the answer, except for "forget".
+        """Yield None when a new time limit starts; at last the answer, except for "forget".
 
-        Its keys: `value` or `error`; `graded`; `lost` if this process must not be used again; `kept` if it
-        has the environment."""
+        Its keys: `value` or `error`; `graded`; `lost`: end this process; `kept`: it has the environment."""
         if "forget" in job:
             self.environments.pop(job["forget"], None)
             return
@@ -445,12 +441,12 @@ class _LiveEnvironment:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # Give it a copy, because the environment may change its row.
+        # A copy, because the environment may change its row.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Require the same row and seed, and that its texts are the first of `texts`."""
+        """Return whether row and seed are the same, and `texts` extends its texts."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -476,7 +472,7 @@ class _LiveEnvironment:
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
     def restore(self, texts: list[str], state: Any) -> None:
-        """The answer to the last text is lost."""
+        """Skip the replay of `texts`. `last` is outdated until the next step."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
             self.texts = list(texts)
@@ -487,7 +483,7 @@ class _LiveEnvironment:
 
 
 def _seed(seed: int, index: int) -> None:
-    """A result must not depend on earlier jobs of this process."""
+    """Make results independent of earlier jobs."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -495,9 +491,9 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Return a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
+    """Format a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
 
-    Invalid UTF-8 is replaced. Raises TypeError."""
+    Replaces invalid UTF-8. Raises TypeError for values that are not JSON."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -518,9 +514,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def build_schema(function: str) -> dict[str, Any]:
-    """Build a tool's JSON schema for chat templates, from signature and docstring.
+    """Build a tool's JSON schema from its signature and docstring.
 
-    Raises ConfigError if it is no plain function, or if types or descriptions are missing."""
+    Raises ConfigError if it is no plain function, or types or descriptions are missing."""
     from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
@@ -543,9 +539,9 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class that `rollout.environment` names.
+    """Import the class that `rollout.environment` names.
 
-    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments`."""
+    Raises ConfigError if that fails, or it is no Environment or does not take `arguments`."""
     found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
