@@ -318,8 +318,8 @@ class Policy:
     def result(self, *, ended: bool = True) -> TokenData:
         """Return all tokens after the prompt.
 
-        finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. An unfinished replay
-        returns the earlier tokens."""
+        finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. An unfinished
+        replay returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
         written = self.written

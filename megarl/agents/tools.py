@@ -39,7 +39,7 @@ class Environment(Protocol):
     """An environment, created anew for each episode (docs/episodes.md).
 
     It must depend only on row, seed and texts, because another process may replay them. `random` and numpy
-    are seeded before each call. Optional `state()` and `restore(state)`, called after `reset`, avoid replay."""
+    are seeded before each call. Optional: `state()`, and `restore(state)`, called after `reset`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str: ...
 

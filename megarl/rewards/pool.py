@@ -1,7 +1,7 @@
 """Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-Failures that an answer can cause make it wrong; otherwise a policy would learn to write such answers. Other
-failures leave it ungraded."""
+A failure makes an answer wrong if the answer can cause it, else a policy would learn to write such answers.
+Otherwise the response is ungraded."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-# Their verifiers and terms only calculate: they need no network and no programs.
+# Their verifiers and terms need no network or programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # share of the limit in CPU time from which a time-out is the answer's fault
+_BUSY = 0.5  # CPU time, as a share of the limit, that makes a timeout the answer's fault
 
-# Response text and reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
+# Response, reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
 
 
-# Fields of a Verdict in a worker's message.
+# A Verdict in a worker's message.
 _Sent = tuple[bool, str | None, str | None, float | None, dict[str, float], bool]
 
 
 class VerifierPool:
-    """`workers` processes that grade responses with a verifier, and then compute the reward terms.
+    """`workers` processes that run a verifier and then reward terms.
 
-    timeout     seconds per answer, including its terms
-    memory_mib  data memory of one worker, MiB; exceeding it is a recorded MemoryError
-    own         verifiers that References name, imported before the first answer
-    sandbox     for the user's verifiers and terms; megarl's own reach nothing
+    timeout     seconds per answer, terms included
+    memory_mib  data memory of one worker, MiB
+    own         verifiers that References name, imported at the start
+    sandbox     for the user's verifiers and terms; megarl's own use CALCULATE
 
-    The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if the
-    verifier or a term does not exist."""
+    The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if a
+    verifier or term does not exist."""
 
     def __init__(
         self,
@@ -120,23 +120,22 @@ class VerifierPool:
 
     @property
     def waiting(self) -> int:
-        """Answers at workers. Safe to read from another thread."""
+        """Number of answers at workers; readable from any thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer over the limit, or whose worker died with it twice, is wrong. A time-out without much CPU
-        time must also happen twice, so that a kill or stop from outside changes no verdict. If no worker can
-        start, raises WaitTimeout or ConfigError before anything was graded; later, the remaining items are
-        ungraded."""
+        A second death or timeout on an answer makes it wrong, a first only after much CPU time: so one kill
+        or stop from outside changes no verdict. Raises WaitTimeout or ConfigError if no worker ever starts;
+        once any answer was graded, the rest becomes ungraded instead."""
         if self._loop is None:
-            # new_event_loop would follow the process's policy (SGLang's is uvloop).
+            # new_event_loop would follow the process's policy, with SGLang uvloop's.
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
         except BaseException:
-            # Or the next call would receive answers of this one.
+            # Or the next call would receive this one's answers.
             self.close()
             raise
 
@@ -194,7 +193,7 @@ class VerifierPool:
             try:
                 worker = self._workers[slot] = _Worker(self._sandbox)
                 problem = await worker.connect(self._settings)
-            except (OSError, EOFError) as error:  # OSError includes TimeoutError
+            except (OSError, EOFError) as error:  # TimeoutError too
                 reason = f"{type(error).__name__}: {error}"
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"
@@ -227,8 +226,8 @@ class _Worker(LimitedProcess):
     def calculated_since(self, start: float) -> float:
         """Return a lower bound of the CPU seconds that the present item has used.
 
-        start: time.monotonic() when it became the first of the batch. Earlier items used at most as much
-        CPU time as time."""
+        start: time.monotonic() when it became the batch's first. It assumes that earlier items computed all
+        the time."""
         return self.cpu_seconds() - self._cpu - (start - self._given)
 
 
@@ -242,10 +241,10 @@ def _read_verdict(message: Any) -> Verdict:
 def grade(
     verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
 ) -> Verdict:
-    """Grade a response, and compute the terms if `size` (length, longest, truncated) is given.
+    """Grade a response; compute terms if `size` (length, longest, truncated) is given.
 
-    An exception or an invalid return value becomes a verdict with an error. It is ungraded, unless memory
-    or the stack ran out, which an answer can cause."""
+    An exception or invalid value becomes an ungraded verdict. Out of memory or stack, which an answer can
+    cause, it is wrong."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
