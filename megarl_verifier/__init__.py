@@ -1,1 +1,1 @@
-"""Extract final answers of mathematical problems, verify them, or turn them into integers."""
+"""Extract final mathematical answers, verify them, or turn them into integers."""

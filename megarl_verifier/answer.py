@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import AnyStr, NamedTuple
 
-MAX_ANSWER = 1000  # characters; also bounds the time of the regular expressions
+MAX_ANSWER = 1000  # characters; bounds the time of regular expressions
 
 _LABEL = re.compile(r"(?:answer|\u7b54\u6848)[ \t*_`]{0,8}[:\uff1a][ \t*_`]{0,8}", re.IGNORECASE)
-# Around an answer. Lines of only markup (`$$` or `\[`) are skipped.
+# Around an answer. Lines of only markup are skipped.
 _MARKUP = " \t\r\f\v*_`"
 _MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
 _LINES_AFTER_LABEL = 4
@@ -19,7 +19,7 @@ _BOX = re.compile(r"\\boxed\s{0,8}\{")
 _BOXES = 16  # tried, from the end
 
 FULLWIDTH = 0xFEE0  # from ASCII
-# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation, ideographic space and ratio sign.
+# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation.
 PLAIN_CHARACTERS = {
     **{i + FULLWIDTH: chr(i) for i in range(ord("!"), ord("~") + 1) if not chr(i).isalnum()},
     **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63"), "-"),
@@ -55,15 +55,15 @@ _FRACTION = re.compile(
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-# Neither `5  3` without units, nor `12 34` is one number.
 _PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{3}(?![0-9]))")
+# `12 34` is not one number.
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
 class Judgement(NamedTuple):
-    """Correctness and the normalised final answer (None if there is none), for votes."""
+    """Correctness, and the normalised final answer for votes."""
 
     correct: bool
     extracted: str | None = None
@@ -76,12 +76,12 @@ def final_part(response: str) -> str:
 
 
 def find_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:` up to the end of its line, or of the next non-empty line.
+    """Return the rest of the last `Answer:` line, or the next non-empty line, after the thoughts.
 
     The label may be bold or Chinese. None without label, or if nothing or more than MAX_ANSWER characters
-    follow. Ignores thoughts. Linear time."""
+    follow. Linear time."""
     response = final_part(response)
-    # One byte per character keeps positions.
+    # One byte a character, to keep positions.
     lowered = response.encode("ascii", "replace").lower()
     labels = (_last_label(response, lowered, b"answer"), _last_label(response, response, "\u7b54\u6848"))
     end = max((label.end() for label in labels if label), default=None)
@@ -113,17 +113,17 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the last balanced `\boxed{...}`'s content of at most MAX_ANSWER characters, or None."""
+    r"""Return the content of the last balanced `\boxed{...}` of at most MAX_ANSWER characters, or None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""Return boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
+    r"""Join boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield contents from last to first; only the innermost of nested boxes."""
+    """Yield contents from last to first, of nested boxes only the innermost."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -153,9 +153,9 @@ def ends_in_open_box(text: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    r"""Return the canonical form of a final answer: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`.
+    r"""Return the canonical form: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`.
 
-    Longer text is cut to MAX_ANSWER characters."""
+    Cuts to MAX_ANSWER characters."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = _last_side(_only_formula(text) if boxed is None else boxed)
@@ -168,7 +168,7 @@ def normalise(answer: str) -> str:
 def text_form(answer: str) -> str:
     """Return the form in which `math` compares texts, ignoring case and spaces.
 
-    Words, units, sides of an equation and factorials stay. `32, 349` is a pair."""
+    Words, units, sides and factorials stay. `32, 349` is a pair."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("\\!", "")
@@ -206,7 +206,7 @@ def _slash(found: re.Match[str]) -> str:
 
 
 def _only_formula(text: str) -> str:
-    """Return `5` of `the answer is $5$ dollars`; else, without exactly one formula, the text."""
+    """Return `5` of `the answer is $5$ dollars`; the text unless it has one formula."""
     pieces = text.replace("$$", "$").replace("\\$", "").split("$")
     return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
 
@@ -233,7 +233,7 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
-    """DAPO eq. 7; a response without an `Answer:` line is wrong."""
+    """Verify by DAPO eq. 7; a response without an `Answer:` line is wrong."""
     found = find_answer(response)
     if found is None:
         return Judgement(False)

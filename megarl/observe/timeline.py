@@ -2,7 +2,7 @@
 
 {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
-All in seconds, begin and end since 1970 to compare ranks; waited is idle time. There are no collectives."""
+In seconds, begin and end since 1970; waited is idle time. There are no collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT = "wait for "  # phases that only wait
 class Timeline:
     """Records this rank's phases: each ends when the next one starts.
 
-    Appends to the file of a resumed run. Write errors do not stop the run."""
+    A resumed run's file continues. Write errors do not stop the run."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Timeline:
         self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
 
     def step(self, stage: str, number: int) -> None:
-        """Assign following phases to this step, also those before the next one."""
+        """Assign following phases to this step, up to the next call."""
         self.leave()
         self._place = {"stage": stage, "step": number}
 
@@ -87,7 +87,7 @@ def timeline_ranks(run_dir: Path) -> list[int]:
 
 
 def choose_ranks(ranks: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` ranks, evenly spread, including the first and the last."""
+    """Return at most `most` ranks, evenly spread from first to last."""
     if len(ranks) <= most:
         return list(ranks)
     return [ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most)]

@@ -126,9 +126,9 @@ class VerifierPool:
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        A second death or timeout on an answer makes it wrong, a first only after much CPU time: so one kill
-        or stop from outside changes no verdict. Raises WaitTimeout or ConfigError if no worker ever starts;
-        once any answer was graded, the rest becomes ungraded instead."""
+        An answer is wrong after a timeout with much CPU time, or a second timeout or death. So one kill or
+        stop from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before
+        anything was graded; later, the rest is ungraded."""
         if self._loop is None:
             # new_event_loop would follow the process's policy, with SGLang uvloop's.
             self._loop = asyncio.SelectorEventLoop()

@@ -47,6 +47,6 @@ def matches(response: GradedResponse, pattern: str = THINK_ANSWER) -> float:
 
 
 def boxed_or_answer_line(response: GradedResponse) -> float:
-    r"""Return 1 if verifiers can find an answer (`Answer: ...` or `\\boxed{...}`), else 0."""
+    r"""Return 1 if verifiers can find an answer (`Answer: ...` or `\boxed{...}`), else 0."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))
