@@ -1,3 +1,1 @@
-"""Multi-turn episodes: tools, environments, agents with an endpoint, and user coroutines.
-
-Single-turn runs never import this package."""
+"""Multi-turn episodes, which single-turn runs never import."""

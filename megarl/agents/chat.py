@@ -1,7 +1,6 @@
 """Chat templates and tool calls of episodes: tokens in, tokens out.
 
-New messages are tokenised separately and appended to sampled tokens, so `check_template` rejects templates
-that do more than append."""
+New messages are appended to sampled tokens, so `check_template` rejects templates that do more."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
-_MAX_CALLS = 16  # in one turn, or a policy that repeats itself would block the tools
+_MAX_CALLS = 16  # in one turn, or a repetitive policy would block the tools
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
@@ -36,7 +35,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
-    """Return the first token of all conversations. Raises ConfigError if they differ."""
+    """Return the first token of all conversations. Raises ConfigError if it differs."""
     chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
     first = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
     with suppress(ValueError):  # some templates refuse system messages
@@ -57,9 +56,9 @@ def check_template(
     """Raise ConfigError with the first difference if a chat template does more than append.
 
     Renders 1 to 4 turns with thoughts, and without if the template has no case for them. Ignores white space,
-    because templates strip contents.
+    which templates strip.
 
-    shown      roles of messages that the policy is shown
+    shown      roles of messages for the policy
     variables  data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
@@ -77,7 +76,7 @@ def check_template(
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
-    for schema in chat.tools:  # an MCP server's schemas are not trusted
+    for schema in chat.tools:  # do not trust an MCP server's schemas
         if chat.named and (found := chat.named.search(json.dumps(schema, ensure_ascii=False))):
             name = schema.get("function", schema).get("name")
             what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
@@ -134,7 +133,7 @@ class Call:
 
 
 def detect_call_format(tokenizer: Any) -> str:
-    """Return the format of tool calls (docs/episodes.md). Raises ConfigError if none is known."""
+    """Return the format of tool calls (docs/episodes.md). Raises ConfigError."""
     if getattr(tokenizer, "response_template", None):
         return "response_template"
     source = str(tokenizer.chat_template)
@@ -147,9 +146,9 @@ def detect_call_format(tokenizer: Any) -> str:
 
 
 def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
-    """Return the text around a turn's tool calls, and the calls. No text makes it raise.
+    """Return the text around tool calls, and the calls. No text makes it raise.
 
-    prefix: how the template starts an assistant's turn"""
+    prefix: how the template starts a turn"""
     if form == "response_template":
         try:
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
@@ -241,7 +240,7 @@ def _failed(why: str, name: str = "") -> Call:
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the schemas of functions and MCP servers' tools, by path.
 
-    Raises ConfigError as `build_schema` and `list_tools`, and for equal names."""
+    Raises ConfigError for unsuitable tools and equal names."""
     by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
         by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
@@ -252,9 +251,9 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
-    """Return the episode of `rollout.tools`, which ends with a turn without calls.
+    """Return the episode of `rollout.tools`, which runs a turn's calls concurrently.
 
-    Calls of a turn run concurrently. paths: by tool name."""
+    paths: by tool name"""
     form = detect_call_format(chat.tokenizer)
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
@@ -262,7 +261,7 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
         for turns in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if not calls or turn.finish == "length":  # it may contain a partial call
+            if not calls or turn.finish == "length":  # perhaps a partial call
                 return
             running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
             results = await asyncio.gather(*running, return_exceptions=True)

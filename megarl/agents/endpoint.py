@@ -1,7 +1,6 @@
 """An OpenAI-compatible endpoint on loopback, for `rollout.agent`.
 
-Each response is a session with its own address. Its history may only grow, because new messages are appended
-to sampled tokens."""
+Each response is a session, whose history may only grow, as new messages are appended to sampled tokens."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MAX_BYTES = 4 << 20  # a history of a million tokens
-# Any user can connect. Beyond this (or a quarter of the process's descriptors), the oldest connection without
-# a valid api_key is closed.
+# Any user can connect. Beyond this, or a quarter of the descriptors, the oldest connection without api_key is
+# closed.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
-# Often sent by default, but the run determines sampling.
+# The run determines sampling.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# These change the answer: only the values that apply anyway are accepted.
+# Only the values that apply anyway are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -65,7 +64,7 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """A worker's server, on its first session's event loop. seconds: most time between requests."""
+    """A worker's server. seconds: maximum time between requests."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class Endpoint:
                 runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
                 await runner.setup()
                 loop = asyncio.get_running_loop()
-                # A new context, as its tasks are not the first episode's.
+                # A new context: its tasks are not the first episode's.
                 start = loop.create_server(partial(self._accept, runner), "127.0.0.1", 0)
                 self._server = await loop.create_task(start, context=Context())
                 self._runner = runner
@@ -128,7 +127,7 @@ class Endpoint:
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Return a cached ChatTurns. Raises ConfigError if the template cannot serve an agent."""
+        """Return a cached ChatTurns. Raises ConfigError for an unsuitable template."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
@@ -217,7 +216,7 @@ def _error(status: int, refused: Refused) -> web.Response:
 class Session:
     """An agent's conversation with the policy, for one response.
 
-    history  as `_message` returns, for comparison
+    history  of results of `_message`
     _end     its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint
@@ -233,9 +232,9 @@ class Session:
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Await the agent. Raises the error that ended the episode earlier, if any.
+        """Await the agent, and raise the error that ended the episode earlier, if any.
 
-        Raises EpisodeTruncated if the agent fails after the policy had no turn or token left."""
+        Raises EpisodeTruncated if the agent fails when no turn or token is left."""
         task, limit = asyncio.ensure_future(_run_agent(agent)), self.endpoint.seconds
         try:
             while not task.done() and not self._end.done():
@@ -266,8 +265,8 @@ class Session:
                 task.exception()  # mark it as retrieved
             self._stop(EpisodeAborted())
             self._end.exception()
-            # A request that the agent did not await is still a turn: let it finish. If cancelled at the
-            # rollout's end, no engine answers.
+            # A request that the agent did not await is still a turn: finish it, except at the rollout's end,
+            # when no engine answers.
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 async with self._answering:
                     pass

@@ -1,7 +1,6 @@
-"""The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
+"""The policy as an episode's coroutine sees it (docs/episodes.md).
 
-Shown tokens are not trained on (docs/episodes.md). A resumed episode runs from its start, and replays its
-journal of turns and call results."""
+A resumed episode runs from its start, and replays its journal of turns and call results."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ class EpisodeTruncated(BaseException):
 
 
 class ToolError(Exception):
-    """A tool raised, or exceeded time or memory. Uncaught, it makes the response wrong."""
+    """A tool raised or exceeded a limit. Uncaught, it makes the response wrong."""
 
 
 class ToolUnavailable(Exception):
-    """A tool failed, not because of the policy: the response is ungraded."""
+    """A tool failed, not by the policy: the response is ungraded."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """A turn of the policy.
 
-    finish: "stop" (by end-of-sequence or stop text, included in the tokens) or "length"."""
+    finish: "length" or "stop"; tokens include the end-of-sequence token or stop text."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -62,8 +61,8 @@ class Policy:
     params          max_tokens limits the sampled tokens of all turns together
     earlier         tokens of an earlier run
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
-    lenient         if other tokens are shown in a replay, sample anew from there
-    key             configuration key, for messages
+    lenient         if a replay shows other tokens, sample anew from there
+    key             for messages
     notify          called when `in_engine` may have changed
     truncated       no turn or token is left
     aborted         the next request ends the episode"""
@@ -132,8 +131,7 @@ class Policy:
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
         """Sample the next turn. stop: texts that end it, in addition to `rollout.stop`.
 
-        Raises, then and in later calls, EpisodeAborted if the rollout ends first, and EpisodeTruncated if no
-        turn or token is left."""
+        Raises EpisodeAborted if the rollout ends first, EpisodeTruncated if no turn or token is left."""
         self._refuse_if_aborted()
         self._refuse_while_generating("generate")
         if self.turns >= self.limits.max or self.room < 1:
@@ -178,7 +176,7 @@ class Policy:
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")
             return None
-        # Without later tokens' experts, as the episode may continue differently.
+        # Without later experts, as the episode may differ from there.
         data = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
         versions = data.policy_versions
         return TokenData(
@@ -190,7 +188,7 @@ class Policy:
         )
 
     def observe(self, shown: str | Sequence[int]) -> None:
-        """Show text or tokens before the next turn. Special tokens in text become plain text."""
+        """Show text, whose special tokens become plain text, or tokens before the next turn."""
         self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
@@ -200,7 +198,7 @@ class Policy:
         self._observed += [int(token) for token in shown]
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the newest turn, at its last token, and so to the response's."""
+        """Add to the newest turn's reward, at its last token, and so to the response's."""
         if not math.isfinite(value):
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
@@ -209,7 +207,7 @@ class Policy:
         self.written.turn_rewards[-1] += float(value)
 
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-        """Call a tool, in a process or (`async` functions) here, and return its result as text.
+        """Call a tool, in a process or (`async` functions) here.
 
         Raises ToolError, ToolUnavailable and EpisodeAborted."""
 
@@ -284,7 +282,7 @@ class Policy:
         return value
 
     def _next_entry(self, *expected: Any) -> list[Any] | None:
-        """Return the next journal entry. Raises EngineError if the episode differs from it."""
+        """Return the next journal entry. Raises EngineError if it is another."""
         if not self._to_replay:
             return None
         entry: list[Any] = self._to_replay.pop(0)
@@ -342,7 +340,7 @@ EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | 
 def make_row(prompt: Prompt) -> dict[str, Any]:
     """Return the row for environments and agents.
 
-    The prompt's columns override extra ones, such as the question and answer of verl's GSM8K."""
+    Known columns override extra ones, such as verl's question and answer."""
     return {
         **prompt.extra,
         "uid": prompt.uid,

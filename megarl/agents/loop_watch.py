@@ -1,4 +1,4 @@
-"""Report user code that blocks an event loop (and so its engine's responses), from a second thread."""
+"""Report user code that blocks an engine's event loop, from a second thread."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class LoopWatch:
     who    the loop's owner, for messages
     home   file of the user's function, perhaps among the libraries
     limit  seconds of blocking until a report, once per function
-    most   seconds until the process ends with that report, without those while it was stopped
-
-    Ignores libraries, megarl and engines."""
+    most   seconds until the process ends, except those while it was stopped"""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most

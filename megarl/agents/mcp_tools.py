@@ -1,7 +1,6 @@
 """Tools of MCP servers in `rollout.tools` (docs/episodes.md).
 
-An entry `mcp:python shop.py` has tools such as `mcp:python shop.py#price`. Each tool process has its own
-connection."""
+An entry `mcp:python shop.py` has tools such as `mcp:python shop.py#price`."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.proces
 
 
 class ServerError(Exception):
-    """A tool of a server failed; gone: because the connection ended."""
+    """A server's tool failed; gone: because the connection ended."""
 
     def __init__(self, text: str, *, gone: bool = False) -> None:
         super().__init__(text)
@@ -70,16 +69,14 @@ def list_tools(entry: str) -> dict[str, dict[str, Any]]:
 
 
 def connect_tool(path: str) -> Callable[..., str]:
-    """Return a function that calls `entry#tool` and may raise ServerError.
-
-    Raises ConfigError if no server answers."""
+    """Return a function that calls `entry#tool` and may raise ServerError. Raises ConfigError."""
     entry, _, name = path.rpartition("#")
     connection = _connect(entry)
     return lambda **arguments: connection.call(name, arguments)
 
 
 class _Connection:
-    """A connection that a thread keeps open. ToolPool limits its time."""
+    """A connection in a thread. ToolPool limits its time."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -130,7 +127,7 @@ def _result_text(result: Any) -> str:
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:
-        # Servers wrap other values than objects as {"result": ...}, and send a list's items as texts.
+        # Servers wrap other values than objects as {"result": ...}, and send lists as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
         same = [data], [value], items

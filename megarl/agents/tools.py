@@ -1,7 +1,6 @@
 """Run episodes' tools and environments in separate processes with limits.
 
-A job depends only on its message: a tool's arguments, or an environment's row, seed and all policy texts.
-So any process can run it, and a killed process loses nothing."""
+A job's result depends only on its message, so any process can run it, and a killed one loses nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256
-_MAX_STATE = 1 << 20  # characters of JSON; with a larger state, turns are replayed
+_MAX_STATE = 1 << 20  # characters of JSON; else turns are replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -36,10 +35,10 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """An environment, created anew for each episode (docs/episodes.md).
+    """A user's environment, created anew for each episode (docs/episodes.md).
 
-    It must depend only on row, seed and texts, because another process may replay them. `random` and numpy
-    are seeded before each call. Optional: `state()`, and `restore(state)`, called after `reset`."""
+    It must depend only on row, seed and texts, which another process may replay. `random` and numpy are
+    seeded before each call. `restore(state)`, if there is one, follows `reset`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
@@ -56,7 +55,7 @@ class Environment(Protocol):
 class Result(Generic[T]):
     """The outcome of a job.
 
-    error   why there is no value; the policy may see a tool's error
+    error   why there is no value; the policy may see it
     graded  False: neither the policy nor the called code caused the error"""
 
     value: T | None = None
@@ -70,7 +69,7 @@ class State(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer. state: to pass to later jobs."""
+    """An environment's answer. state: for later jobs."""
 
     observation: str
     reward: float
@@ -81,10 +80,10 @@ class Answer(NamedTuple):
 class ToolPool:
     """Up to `workers` processes that call tools and environments, for one event loop.
 
-    seconds            limit of one call of a function or method
+    seconds            limit of one call
     memory_mib         data memory of one process, MiB
-    observation_bytes  UTF-8 bytes of a result; the rest is cut, with a mark
-    environment        `module:Class`, constructed with `arguments`
+    observation_bytes  limit of a result, UTF-8 bytes
+    environment        `module:Class`
 
     A job that exceeds limits or loses its process is retried once. A second failure is the policy's
     (`graded`), unless a start, an import or an MCP server failed."""
@@ -110,7 +109,7 @@ class ToolPool:
             "environment": environment,
             "arguments": dict(arguments),
         }
-        # JSON needs at most six characters per byte.
+        # JSON needs up to six characters a byte.
         self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
@@ -130,7 +129,7 @@ class ToolPool:
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports of hangs."""
+        """Description of the oldest unfinished job."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -143,9 +142,7 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Call `module:function` or an MCP server's tool.
-
-        seed: of `random` and numpy. Raises TypeError if an argument is no JSON value."""
+        """Call `module:function` or an MCP tool. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
@@ -155,7 +152,7 @@ class ToolPool:
     ) -> Result[Answer]:
         """Return the environment's answer to the last of the policy's `texts`.
 
-        key: the episode's. state: of an earlier answer, used if the process lacks the environment."""
+        key: of the episode. state: of an earlier answer, instead of a replay."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("graded", True))
@@ -165,7 +162,7 @@ class ToolPool:
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Grade and discard the environment. A failure is a verdict with an error."""
+        """Grade and discard the environment."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], graded=answer.get("graded", True))
@@ -173,7 +170,7 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, graded=graded)
 
     def forget(self, key: int) -> None:
-        """Discard an environment, because it may hold a server's session."""
+        """Discard an environment, which may hold a server's session."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
@@ -212,7 +209,7 @@ class ToolPool:
         try:
             slot = await self._acquire_slot(job.key)
             job.running = True
-            # The task may outlive its episode: use a new context.
+            # A new context: the task may outlive its episode.
             task = Context().run(loop.create_task, self._run_with_retry(slot, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -245,7 +242,7 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first queued job whose environment no other process has, else to the first."""
+        """Pass a slot to the first job whose environment no other process has, else to the first."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -280,7 +277,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """Return the answer, with `lost` if the process has ended."""
+        """Return the answer; `lost`: the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "graded": False}
@@ -361,7 +358,7 @@ class _JobHandler:
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield None when a new time limit starts; at last the answer, except for "forget".
+        """Yield None when a time limit starts, then the answer, except for "forget".
 
         Its keys: `value` or `error`; `graded`; `lost`: end this process; `kept`: it has the environment."""
         if "forget" in job:
@@ -441,12 +438,12 @@ class _LiveEnvironment:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # A copy, because the environment may change its row.
+        # A copy, which the environment may change.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Return whether row and seed are the same, and `texts` extends its texts."""
+        """Return whether row and seed are equal, and `texts` extends its own."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -491,9 +488,7 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Format a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
-
-    Replaces invalid UTF-8. Raises TypeError for values that are not JSON."""
+    """Format as valid text or JSON of at most `size` UTF-8 bytes, with a mark if cut. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -514,9 +509,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def build_schema(function: str) -> dict[str, Any]:
-    """Build a tool's JSON schema from its signature and docstring.
-
-    Raises ConfigError if it is no plain function, or types or descriptions are missing."""
+    """Build a tool's JSON schema from its signature and docstring. Raises ConfigError."""
     from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
@@ -539,9 +532,7 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Import the class that `rollout.environment` names.
-
-    Raises ConfigError if that fails, or it is no Environment or does not take `arguments`."""
+    """Import an environment's class. Raises ConfigError, also if it does not take `arguments`."""
     found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):
