@@ -1,6 +1,6 @@
 """DAPO's verifier: compare the last `Answer:` line, normalised, with the reference as text.
 
-The normalisation (Minerva, Lewkowycz et al. 2022, appendix G) evaluates nothing."""
+The normalisation is Minerva's (Lewkowycz et al. 2022, appendix G)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Judgement(NamedTuple):
 
 
 def final_part(response: str) -> str:
-    """Return the text after the last `</think>`; "" if a thought is unfinished."""
+    """Return the text after the last `</think>`, "" in a thought."""
     rest = response.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
@@ -78,8 +78,7 @@ def final_part(response: str) -> str:
 def find_answer(response: str) -> str | None:
     """Return the rest of the last `Answer:` line, or the next non-empty line, after the thoughts.
 
-    The label may be bold or Chinese. None without label, or if nothing or more than MAX_ANSWER characters
-    follow. Linear time."""
+    None without label, or if nothing or more than MAX_ANSWER characters follow. Linear time."""
     response = final_part(response)
     # One byte a character, to keep positions.
     lowered = response.encode("ascii", "replace").lower()
@@ -113,17 +112,17 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}` of at most MAX_ANSWER characters, or None."""
+    r"""Return the content of the last balanced `\boxed{...}`, or None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""Join boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
+    r"""Join boxes: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield contents from last to first, of nested boxes only the innermost."""
+    """Yield contents from the end, of nested boxes the innermost."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -146,16 +145,14 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def ends_in_open_box(text: str) -> bool:
-    r"""Return whether a text was cut off in its last `\boxed{`."""
+    r"""Return whether the last `\boxed{` is not closed."""
     last = text.rfind("\\boxed")
     opening = _BOX.match(text, last) if last >= 0 else None
     return opening is not None and _closing_brace(text, opening.end()) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Return the canonical form: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`.
-
-    Cuts to MAX_ANSWER characters."""
+    r"""Return the canonical form: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = _last_side(_only_formula(text) if boxed is None else boxed)
@@ -166,9 +163,7 @@ def normalise(answer: str) -> str:
 
 
 def text_form(answer: str) -> str:
-    """Return the form in which `math` compares texts, ignoring case and spaces.
-
-    Words, units, sides and factorials stay. `32, 349` is a pair."""
+    """Return the form in which `math` compares texts, ignoring case and spaces."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("\\!", "")
@@ -233,7 +228,7 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
-    """Verify by DAPO eq. 7; a response without an `Answer:` line is wrong."""
+    """Verify by DAPO eq. 7."""
     found = find_answer(response)
     if found is None:
         return Judgement(False)

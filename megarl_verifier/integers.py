@@ -1,7 +1,7 @@
 """Turn answers into integers, as in DAPO's appendix, so that a plain rule can verify them.
 
-For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Callers compare the form with the
-original answer by the symbolic verifier, which has another parser."""
+For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Callers check the form by the
+symbolic verifier, which has another parser."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _POOL = "nmkpqrstuvwabchjdfgl"  # of letters for the form
 
 
 class Refused(Exception):
-    """`reason` is for counting, `detail` for this answer."""
+    """reason: for counting; detail: for one answer."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -106,9 +106,9 @@ class Refused(Exception):
 class IntegerAnswer:
     """An answer turned into an integer.
 
-    asked   text to append to the question; "" if the answer is an integer
+    asked   text to append to the question, or ""
     back    the form with its integers, LaTeX
-    number  the original answer without name and unit, which `back` must equal"""
+    number  the answer without name and unit; `back` must equal it"""
 
     value: int
     asked: str
@@ -118,7 +118,7 @@ class IntegerAnswer:
 
 @dataclass(frozen=True)
 class _Number:
-    """An integer of a form. role: such as coefficient or radicand; degree: of its root."""
+    """An integer of a form. role: such as radicand; degree: of its root."""
 
     value: int
     role: str
@@ -128,9 +128,9 @@ class _Number:
 def integer_answer(question: str, answer: str) -> IntegerAnswer:
     """Return the integer for `answer`, and the question's extension. Raises Refused.
 
-    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a denominator, in lowest terms, with radicands
-    free of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940),
-    so the integers are unique. The question asks for their sum, which has no order."""
+    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a denominator, in lowest terms, radicands free
+    of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so
+    the integers are unique. The question asks for their sum, so their order does not matter."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
@@ -428,7 +428,7 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
 
 
 def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
-    """Return sign and pieces of a sum over a denominator, with positive, then rational terms first."""
+    """Return sign and pieces of a sum over a denominator, sorted by sign and symbols."""
     below_e, below_pi = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )

@@ -1,7 +1,6 @@
 """Read the notation of an answer: a formula or a text (docs/verifiers.md).
 
-A formula may have only known commands, because the parser in values.py drops others, which would make wrong
-answers right."""
+A formula may have only known commands, as the parser drops others, which would make wrong answers right."""
 
 from __future__ import annotations
 
@@ -184,9 +183,8 @@ class Notation:
     """An answer as written.
 
     formula  LaTeX that the parser reads completely, without unit and percent sign; "" for a text
-    text     normalised, with unit: equal texts are equal answers
-    words    after the number, no unit
-    is_word  letters only"""
+    text     normalised, with unit
+    words    after the number, no unit"""
 
     formula: str
     text: str
@@ -230,7 +228,7 @@ def _to_latex(character: str) -> str:
     if character in _GREEK:
         return f"\\{_GREEK[character]} "
     if (category == "Sc" and character != "$") or category == "Cf":
-        return ""  # and characters such as the zero-width space
+        return ""  # and the zero-width space
     if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -266,7 +264,7 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
-    """Read an answer; inside: a side of an equation, where adjacent letters are a product."""
+    """Read an answer; inside: a side, where adjacent letters are a product."""
     form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)
@@ -315,7 +313,7 @@ def _remove_style(found: re.Match[str]) -> str:
 
 
 def _split_unit(text: str) -> tuple[str, list[str]]:
-    """Return a formula without unit, and the words after it if one is no unit."""
+    """Return a formula, and the words after it if one is no unit."""
     tail = _MACRO_TAIL.search(text) or _WORD_TAIL.search(text)
     if tail is None:
         return text, []
@@ -340,7 +338,7 @@ def _is_unit(word: str) -> bool:
 
 
 def _to_formula(text: str) -> str:
-    """Return a formula, or "" if the parser would not read all."""
+    """Return "" if the parser would not read all."""
     text = _STYLE.sub(_remove_style, text).replace("**", "^")
     for _ in range(4):  # roots in roots
         text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)

@@ -1,6 +1,6 @@
-r"""Parse answers with relations, as text in linear time (docs/verifiers.md).
+r"""Parse relations, as text in linear time (docs/verifiers.md).
 
-`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation."""
+`x = 1 \text{ or } 2` gives a name values; `2x + y = 3` is an equation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _GREEK = (
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
 _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
-# Word, angle, segment, f(x), (x, y) or letter, with index or prime. `xy` is a product.
+# Word, angle, segment, f(x), (x, y) or letter. `xy` is a product.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
@@ -100,7 +100,7 @@ class ParsedAnswer:
     values     name -> values in order
     relations  those that give no name a value
     words      names such as Area, which match any other
-    constants  of each chain `a = 2 + 2 = 4` the sides without letters and units, which must be equal"""
+    constants  of each chain the sides without letters and units, which must be equal"""
 
     text: str
     values: dict[str, tuple[str, ...]]
@@ -121,7 +121,7 @@ class ParsedAnswer:
 
     @property
     def last(self) -> str | None:
-        """All values, or the right side of `m + n = 7`; None for `2x = 4`, perhaps the question."""
+        """Values, or the right side of `m + n = 7`; None for `2x = 4`, perhaps the question."""
         if not self.relations:
             if len(self.rows) > 1 and len(self.values) > 1:
                 return format_tuples(self.rows)
@@ -144,7 +144,7 @@ def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
 
 @lru_cache(maxsize=1024)
 def read_relations(text: str) -> ParsedAnswer | None:
-    """Parse relations; None if there is none outside of brackets."""
+    """Parse relations outside of brackets; None without."""
     if not _OPERATOR.search(text):
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
@@ -190,7 +190,7 @@ def read_relations(text: str) -> ParsedAnswer | None:
 
 
 def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
-    """Split chains such as `1 < x <= 2` into named values and other relations."""
+    """Split a chain into named values and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
         at = operators.index("~")
         if at == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236

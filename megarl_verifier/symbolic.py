@@ -1,7 +1,7 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-math-verify compares only right sides of relations or solves both, so the question would be its own answer.
-docs/verifiers.md has the rules. Run it in a VerifierPool, as it has no time limit."""
+math-verify compares right sides of relations or solves both, so the question would be its own answer. Run
+it in a VerifierPool, as it has no time limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NUMBER = r"(?:(?<![^\s=(])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/
 _JOINED = r"(?:\s*(?:,?\s*(?:and|or)\s|,)\s*)"
 _FORMULAS = re.compile(f"{_FORMULA}(?:{_JOINED}{_FORMULA})*", re.DOTALL)
 _NUMBERS = re.compile(f"{_NUMBER}(?:{_JOINED}{_NUMBER})*")
-# A reference of one letter is a choice, which starts the answer.
+# A reference of one letter is a choice.
 _CHOICE = re.compile(r"\(?([A-Z])\)?\.?")
 _LABELLED = re.compile(
     r"(?i:(?:the\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?(?:\(([A-Z])\)|([A-Z])(?=[).:]|$))[).:]*(?=\s|$)(.*)",
@@ -78,7 +78,7 @@ _DIGITS = 40
 
 
 def verify_math(response: str, answer: str) -> Judgement:
-    """Compare the final answer of `response` with `answer` mathematically, by docs/verifiers.md."""
+    """Compare final answers by the rules of docs/verifiers.md."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None
     found = _final_answer(response, answer, is_relation=gold is not None)
@@ -119,7 +119,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
-    """Return None if there is none or it was cut off."""
+    """Return None if it is absent or cut off."""
     text = final_part(response)
     _, tag, tagged = text.rpartition("<answer>")
     tagged, end, after = tagged.partition("</answer>")
@@ -206,7 +206,7 @@ def _equal_formulas(gold: str, mine: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(formula: str) -> Basic | MatrixBase | None:
-    """Parse, or return None if any part is unreadable. Callers must not change the cached value."""
+    """Parse; None if a part is unreadable. Callers must not change the cached value."""
     try:
         return parse(formula)
     except Unreadable:
@@ -214,7 +214,7 @@ def _parse(formula: str) -> Basic | MatrixBase | None:
 
 
 def _matches_values(gold: ParsedAnswer, found: str) -> bool:
-    """Return whether `found`, which has no names, is the reference's values in order."""
+    """Return whether `found` is the reference's values, in order and without names."""
     if gold.relations:
         # An interval can answer an inequality; a side cannot answer an equation.
         inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
@@ -256,9 +256,9 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Compare left minus right, up to a constant factor, negative if the operator is mirrored.
+    """Compare left minus right, up to a constant; a negative one mirrors the operator.
 
-    An unsolved answer to a solved reference could be the question itself, so it is wrong."""
+    An unsolved answer to a solved reference is wrong, as it could be the question."""
     if gold.solved and not mine.solved:
         return False
     ratio = attempt(_find_ratio, gold, mine)
@@ -270,9 +270,9 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def _subtract_sides(relation: Relation) -> Expr | None:
-    """Return left minus right, of an equation its numerator, with exact decimals.
+    """Return left minus right (of an equation, the numerator), f(x) and derivatives as symbols.
 
-    f(x) and derivatives become symbols. None for matrices, integrals, sums, products and limits."""
+    None for matrices, integrals, sums, products, limits and unreadable sides."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula
@@ -290,7 +290,7 @@ def _subtract_sides(relation: Relation) -> Expr | None:
 
 
 def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """Return the ratio of the differences `mine` / `gold` if it is real, not 0, and equal at random points."""
+    """Return `mine` / `gold`, as differences, if it is real, not 0, and equal at random points."""
     a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None

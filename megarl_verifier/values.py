@@ -1,7 +1,7 @@
 """Parse formulas and compare their values, with letters at random points.
 
-Refuses a number's base, a prime and a transposed number, which `latex2sympy2_extended` drops or guesses.
-Huge numbers, such as `9^{9^9}`, are never evaluated."""
+Refuses bases, primes and transposed numbers, which `latex2sympy2_extended` drops or guesses. Huge numbers,
+such as `9^{9^9}`, are never evaluated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_DIGITS = 5000  # of an intermediate number
 # sympy slowly raises denominators to their root's degree.
 _MAX_ROOT_DIGITS = 100_000
 _GUARD_DIGITS = 50  # beyond those of a formula's numbers
-_SLOW_DIGITS = 200  # more take seconds in the gamma function or floor(x^x)
+_SLOW_DIGITS = 200  # more take seconds in gamma functions or floor(x^x)
 _LOST_DIGITS = 20  # lost to rounding at most
 _LARGEST, _SMALLEST = 3.0, 0.2  # of letters
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
@@ -42,7 +42,7 @@ _BENT = (
 
 
 class Unreadable(Exception):
-    """A part of a formula cannot be parsed, or a number is too large."""
+    """A part cannot be parsed, or a number is too large."""
 
 
 class _Undefined(Exception):
@@ -80,7 +80,7 @@ class _Parser(Latex2Sympy):
         return super().convert_comp(comp)
 
     def convert_interval(self, expr: Any) -> Any:
-        """Refuse roots as ends that differ only in form, which sympy compares slowly."""
+        """Refuse equal roots in different forms, which sympy compares slowly."""
         ends = [self.convert_expr(one) for one in expr.expr()]
         names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
@@ -126,8 +126,8 @@ def parse(formula: str) -> Basic | MatrixBase:
 def equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
     """Return whether two parsed answers have the same value.
 
-    An integral, sum, product, limit or derivative equals only itself, up to bound variables. Evaluating it
-    may take minutes, and would make the question its own answer."""
+    An integral, sum, product, limit or derivative equals only itself: evaluation may take minutes, and would
+    make the question its own answer."""
     if is_undone(gold) or is_undone(mine):
         return bool(gold.as_dummy() == mine.as_dummy())
     return _equal(gold, mine)
@@ -170,7 +170,7 @@ def _has_matrix(*values: Basic) -> bool:
 
 
 def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
-    """Return a set's, tuple's or union's entries, else None. An open interval may be a pair."""
+    """Return entries of a set, tuple or union, else None. An open interval may be a pair."""
     if isinstance(value, sympy.FiniteSet):
         return list(getattr(value, "_unsorted_args", value.args))
     if isinstance(value, sympy.Tuple | sympy.Union):
@@ -211,9 +211,8 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
 def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
-    """Yield both values at random points where both are real, else at positive points."""
+    """Yield values at random points where both are real, else at positive points."""
     draw = random.Random(0)
-    # With both signs, |x| differs from x.
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
     near = (near_point(names, draw, digits, pair) for pair in signs)
     far = iter(far_points(names, draw, digits, (gold, mine)))
@@ -243,7 +242,7 @@ def near_point(
 def far_points(
     names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
 ) -> list[dict[str, Float]]:
-    r"""Return points around constants and at larger scales if there are bends like `|x - 4|`, else []."""
+    r"""Return points around constants and at larger scales for bends like `|x - 4|`."""
     if not any(map(has_bend, expressions)):
         return []
     nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
@@ -274,7 +273,7 @@ def has_bend(expression: Expr) -> bool:
 
 
 def _has_gamma(expression: Expr) -> bool:
-    """Return whether a factorial, gamma function or binomial has a non-integer argument."""
+    """Return whether a gamma function or the like has a non-integer argument."""
     found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
     return any(not one.is_Integer for function in found for one in function.args)
 
@@ -297,9 +296,9 @@ def symbol_case(*expressions: Expr) -> Callable[[str], str]:
 def _evaluate(
     node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
 ) -> Expr:
-    """Return a Rational if possible, else a number with `digits` digits.
+    """Return a Rational if possible, else `digits` digits.
 
-    real: raise _Undefined if any part is not real."""
+    real: raise _Undefined if a part is not real."""
     if isinstance(node, Symbol):
         return point[case(node.name)]
     if isinstance(node, Float):
@@ -323,7 +322,7 @@ def _evaluate(
 
 
 def _is_odd_root(base: Expr, exponent: Expr) -> bool:
-    """Return whether it is an odd root of a negative number, which is real here."""
+    """Return whether it is an odd root of a negative number, real here."""
     is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
     return is_odd and base.is_negative is True
 
@@ -358,7 +357,7 @@ def _six_places(value: Expr) -> int:
 
 
 def _check_size(node: Basic | MatrixBase) -> float:
-    """Bound the digits before or after the point of all numbers. Raises Unreadable above _MAX_DIGITS."""
+    """Bound all numbers' digits before or after the point. Raises Unreadable above _MAX_DIGITS."""
     try:
         size = _estimate_digits(node)
     except (OverflowError, RecursionError) as error:

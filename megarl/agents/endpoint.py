@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint on loopback, for `rollout.agent`.
 
-Each response is a session, whose history may only grow, as new messages are appended to sampled tokens."""
+Each response is a session, whose history may only grow."""
 
 from __future__ import annotations
 

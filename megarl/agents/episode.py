@@ -62,9 +62,7 @@ class Policy:
     earlier         tokens of an earlier run
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
     lenient         if a replay shows other tokens, sample anew from there
-    key             for messages
     notify          called when `in_engine` may have changed
-    truncated       no turn or token is left
     aborted         the next request ends the episode"""
 
     prompt: Prompt

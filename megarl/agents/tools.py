@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """A user's environment, created anew for each episode (docs/episodes.md).
+    """A user's environment (docs/episodes.md).
 
     It must depend only on row, seed and texts, which another process may replay. `random` and numpy are
     seeded before each call. `restore(state)`, if there is one, follows `reset`."""

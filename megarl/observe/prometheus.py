@@ -1,7 +1,7 @@
 """Serve a run's newest metrics to Prometheus at http://host:port/metrics (`log.prometheus`).
 
-prometheus_client's `start_http_server` queries DNS, keeps a thread per silent client without limit, and
-prints a traceback if a client resets its connection."""
+prometheus_client's `start_http_server` queries DNS, keeps a thread per silent client, and prints a traceback
+if a client disconnects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exporter(Collector):
     """Serves each stage's newest record as gauges: `megarl_policy_entropy{stage="train"}`.
 
     One client at a time, for at most 2 * PATIENCE, so that none delays a step. Raises ConfigError if the port
-    is not available."""
+    is taken."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}

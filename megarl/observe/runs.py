@@ -23,7 +23,7 @@ HANG_LINE = 1 << 16  # bytes read of a hang report
 
 
 class JsonLines(NamedTuple):
-    """A file's records, and its unreadable lines' numbers, from 1."""
+    """Records, and numbers of unreadable lines from 1."""
 
     records: list[Record]
     unreadable: list[int]
@@ -46,13 +46,13 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
-    """Read metrics.jsonl; lines without step and known stage are unreadable."""
+    """Read metrics.jsonl; lines without step or stage are unreadable."""
     return read_jsonl(run_dir / run_log.METRICS_FILE, is_step)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Contents of a run's folder. All but `records` may be empty.
+    """Contents of a run's folder.
 
     unreadable  number of lines
     events      {"time": seconds since 1970, "event": text}
@@ -79,7 +79,7 @@ class RecordedRun:
 
     @property
     def main_stage(self) -> str:
-        """The stage whose times and memory are shown: training, if recorded."""
+        """The stage whose times and memory are shown."""
         return next((stage for stage in (TRAIN, SUPERVISED, PRETRAINING) if stage in self.by_stage), TRAIN)
 
     @property
@@ -101,7 +101,7 @@ class RecordedRun:
 
 
 def load_run(run_dir: Path) -> RecordedRun:
-    """Read a run. Raises DataError if metrics.jsonl is missing or another file is damaged."""
+    """Read a run. Raises DataError if metrics.jsonl is missing or a file is damaged."""
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
         path = run_dir / name
@@ -185,7 +185,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the shares of groups kept, all right and all wrong, if recorded."""
+    """Return the shares of groups kept, all right and all wrong."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
     known = {name: float(count) for name, count in counts.items() if count is not None}
     total = sum(known.values())

@@ -1,6 +1,4 @@
-"""Terminal view of a run: a live panel, or aligned lines for a log file.
-
-`megarl train` updates it directly, `megarl watch` from metrics.jsonl."""
+"""Terminal view of a run: a live panel, or aligned lines for a log file."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: Any, form: str) -> str:
-    """Format a number, or MISSING if it was not recorded or not finite."""
+    """Format a number, or MISSING if there is none."""
     if not isinstance(value, int | float):
         return MISSING
     if form == "count":
@@ -127,8 +125,7 @@ def select_columns(record: Mapping[str, Any]) -> list[Column]:
 def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
-    Only avg if k is 1 or differs between sets. Sets and sources get a line each, after the overall one if
-    there is one."""
+    Only avg if k is 1 or differs between sets."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
@@ -171,7 +168,7 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Constant facts of a run. value_pretraining_steps: maximum, before the `steps`."""
+    """A run's facts. value_pretraining_steps: maximum, before the `steps`."""
 
     name: str
     recipe: str
@@ -191,8 +188,8 @@ class RunHeader:
 class TerminalView:
     """Shows a run; a context manager.
 
-    `live` redraws in place (without a terminal it prints the last state); `plain` prints a line per `every`
-    steps, evaluation and event; `auto` is live on a terminal, else plain."""
+    `live` redraws in place; `plain` prints a line per `every` steps, evaluation and event; `auto` is live on a
+    terminal, else plain."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ class TerminalView:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
-                    # After a resume, the first step took the time since the start.
+                    # A resumed run's first step took the time since its start.
                     self._finished[0] = (self._finished[0][0], record["step"] - 1)
                 elif record["stage"] != self._record["stage"]:
                     self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
@@ -257,7 +254,7 @@ class TerminalView:
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
 
     def _left(self) -> str:
-        """Estimate the stage's remaining time from recent steps; "" if unknown."""
+        """Estimate the stage's remaining time; "" if unknown."""
         (start, first), (now, last) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
         if last <= first or not total:
@@ -279,7 +276,7 @@ class TerminalView:
         if stage == EVALUATION:
             self._print(f"eval  {place}  {format_evaluation(record)}")
             return
-        # To align lines, a stage's first record determines its columns.
+        # A stage's first record determines columns, to align lines.
         if stage not in self._columns:
             self._columns[stage] = [
                 c for c in select_columns(record) if c.short not in PLAIN_LEAVES_OUT[stage]
@@ -353,7 +350,7 @@ class TerminalView:
 
 
 class Follower:
-    """Reads a growing metrics.jsonl, from its start if it was replaced."""
+    """Reads a growing metrics.jsonl, which may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -392,7 +389,7 @@ def watch(
     console: Console | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show another process's run, once or until it is done. Raises DataError if it is no run."""
+    """Show a run, once or until it is done. Raises DataError if it is none."""
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")

@@ -2,7 +2,7 @@
 
 {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
-In seconds, begin and end since 1970; waited is idle time. There are no collectives."""
+In seconds, begin and end since 1970; waited is idle time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ WAIT = "wait for "  # phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases: each ends when the next one starts.
-
-    A resumed run's file continues. Write errors do not stop the run."""
+    """Records this rank's phases: each ends when the next starts. Write errors do not stop the run."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class Timeline:
         self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
 
     def step(self, stage: str, number: int) -> None:
-        """Assign following phases to this step, up to the next call."""
+        """Assign following phases to this step."""
         self.leave()
         self._place = {"stage": stage, "step": number}
 

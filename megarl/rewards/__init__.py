@@ -1,6 +1,6 @@
-"""Verifiers of answers, reward terms, and the processes that run them.
+"""Verifiers, reward terms, and the processes that run them.
 
-Names are imported at first use, and torch never, because every such process pays for imports."""
+Names are imported at first use, and torch never, because every process pays for imports."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

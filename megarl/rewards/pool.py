@@ -1,7 +1,6 @@
 """Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-A failure makes an answer wrong if the answer can cause it, else a policy would learn to write such answers.
-Otherwise the response is ungraded."""
+Failures that an answer can cause make it wrong, else a policy would learn to write such answers."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-# Their verifiers and terms need no network or programs.
+# These need no network or programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # CPU time, as a share of the limit, that makes a timeout the answer's fault
+_BUSY = 0.5  # share of CPU time that makes a timeout the answer's fault
 
 # Response, reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
@@ -55,11 +54,11 @@ class VerifierPool:
 
     timeout     seconds per answer, terms included
     memory_mib  data memory of one worker, MiB
-    own         verifiers that References name, imported at the start
+    own         verifiers that References name
     sandbox     for the user's verifiers and terms; megarl's own use CALCULATE
 
-    The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if a
-    verifier or term does not exist."""
+    The first `verify` starts the processes. Not thread-safe. Raises ConfigError if a verifier or term does
+    not exist."""
 
     def __init__(
         self,
@@ -120,22 +119,22 @@ class VerifierPool:
 
     @property
     def waiting(self) -> int:
-        """Number of answers at workers; readable from any thread."""
+        """Answers at workers; readable from any thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer is wrong after a timeout with much CPU time, or a second timeout or death. So one kill or
-        stop from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before
-        anything was graded; later, the rest is ungraded."""
+        An answer is wrong after a timeout with much CPU time, or a second timeout or death: one kill or stop
+        from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before anything
+        was graded; later, leaves the rest ungraded."""
         if self._loop is None:
-            # new_event_loop would follow the process's policy, with SGLang uvloop's.
+            # new_event_loop would be SGLang's uvloop.
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
         except BaseException:
-            # Or the next call would receive this one's answers.
+            # Or the next call would get these answers.
             self.close()
             raise
 
@@ -224,10 +223,9 @@ class _Worker(LimitedProcess):
         self.send([items[i] for i in self.batch])
 
     def calculated_since(self, start: float) -> float:
-        """Return a lower bound of the CPU seconds that the present item has used.
+        """Return a lower bound of the present item's CPU seconds, as if earlier ones computed all the time.
 
-        start: time.monotonic() when it became the batch's first. It assumes that earlier items computed all
-        the time."""
+        start: time.monotonic() when it became the batch's first."""
         return self.cpu_seconds() - self._cpu - (start - self._given)
 
 
@@ -243,8 +241,7 @@ def grade(
 ) -> Verdict:
     """Grade a response; compute terms if `size` (length, longest, truncated) is given.
 
-    An exception or invalid value becomes an ungraded verdict. Out of memory or stack, which an answer can
-    cause, it is wrong."""
+    Out of memory or stack, it is wrong; after other exceptions, ungraded."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):

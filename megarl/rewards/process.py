@@ -23,13 +23,13 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Ends that the process did not cause: its memory limit comes before the kernel's SIGKILL.
+# Not caused by the process: its memory limit comes before the kernel's SIGKILL.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 # Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
 # Results must not depend on a set's order.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# The child imports megarl and the user's module from the parent's search path.
+# The child has the parent's search path.
 _BOOT = (
     "import sys; sandbox, sys.path[:] = sys.argv[1], sys.argv[2:]; "
     "from megarl.rewards.sandbox import supervise; process = supervise(sandbox); "
@@ -37,14 +37,14 @@ _BOOT = (
 )
 _PARENT_CHECK = 5.0  # seconds
 _END_LIMIT = 10.0  # seconds for a process to end
-# Address space beyond the data memory, for libraries; so shared memory is limited too.
+# Address space for libraries; it limits shared memory too.
 _MAPPED = 1 << 30
 
 
 class LimitedProcess:
     """A supervised process that runs `module`'s `work(process)`, which calls `serve`.
 
-    longest: maximum bytes of its messages. Processes that it starts end with it."""
+    longest: maximum bytes of its messages"""
 
     def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
         self.last_line, self._longest = "", longest
@@ -53,7 +53,7 @@ class LimitedProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
-            # Inherit -B: a file size limit would cut off bytecode files.
+            # Inherit -B: a file size limit would cut bytecode files.
             [
                 *(sys.executable, *(["-B"] if sys.dont_write_bytecode else [])),
                 *("-c", _BOOT.format(module), sandbox),
@@ -167,8 +167,7 @@ class LimitedProcess:
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
     """Write `null` (ready) or an error, then answer messages until the input ends.
 
-    `prepare(settings)` returns the answering function; a ConfigError becomes the error. It runs before
-    `restrict`."""
+    `prepare(settings)`, before `restrict`, returns the answering function or raises ConfigError."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
     # User code's output must not mix with messages; stderr reports a failed start.
@@ -208,9 +207,9 @@ def plain_environment() -> dict[str, str]:
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process and its group once the parent is gone.
+    """Start a thread that ends this process and its group after the parent.
 
-    The end of input does not show that, as a forked child of the parent may keep the pipe open."""
+    Input may not end then, as another child of the parent may keep the pipe open."""
     parent = os.getppid()
 
     def follow() -> None:

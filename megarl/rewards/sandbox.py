@@ -1,7 +1,7 @@
 """Confine processes that handle a policy's text.
 
-A supervisor (`supervise`) kills all that such a process leaves behind. `restrict` gives up rights, as far as
-kernel and container allow; `probe` tries them."""
+A supervisor kills all that such a process leaves behind. `restrict` gives up rights, as far as kernel and
+container allow; `probe` tries them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-# CALCULATE, for megarl's own verifiers, is STRICT without starting programs.
+# CALCULATE, for megarl's verifiers, is STRICT without programs.
 CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
 
 PROCESSES, FILES, SOCKETS, LATER = "other processes", "other files", "the network", "the time after its end"
@@ -44,7 +44,7 @@ _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000, 
 _ANY_NEW, _CLONE_THREAD = 0x7E020080, 0x10000
 _MOUNT_PRIVATE = (1 << 18) | (1 << 14)
 _BIND, _MOUNT_SETATTR = 1 << 12, 442
-_CAN_READ_ALL = (1 << 1) | (1 << 2)  # capabilities that root may need to read users' files
+_CAN_READ_ALL = (1 << 1) | (1 << 2)  # root's capabilities to read users' files
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.syscall.restype = ctypes.c_long
@@ -62,15 +62,15 @@ class Supervised(NamedTuple):
 
 
 def hide_memory() -> None:
-    """Hide environment, memory and open files from the user's other processes, debuggers included."""
+    """Hide environment, memory and open files from the user's processes and debuggers."""
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def supervise(sandbox: str) -> Supervised:
     """Fork, and return in the child; the parent supervises it.
 
-    The parent writes the child's process id as a line to standard output, kills all that the child leaves
-    running, and ends as it does. SIGTERM, SIGHUP or the trainer's death ends all. Call before any thread."""
+    The parent prints the child's process id, kills all that it leaves running, and ends as it does. SIGTERM,
+    SIGHUP or the trainer's death ends all. Call before any thread."""
     trainer = os.getppid()
     folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
     for number in _IGNORED:
@@ -92,7 +92,7 @@ def supervise(sandbox: str) -> Supervised:
     os.setsid()  # so it cannot join another process group
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
-        with suppress(OSError):  # containers may mask /proc; Landlock then guards processes
+        with suppress(OSError):  # if a container masks /proc, Landlock guards processes
             _call(_LIBC.mount, b"proc", b"/proc", b"proc", 0, None)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     return Supervised(sandbox, folder, protected)
@@ -181,12 +181,12 @@ def _descendants() -> set[int]:
 
 
 def _enter_namespaces() -> int:
-    """Put later children into new namespaces, and return the process id of their init.
+    """Put later children into new namespaces, and return the id of their init, which ends them.
 
-    They end with init. Raises OSError if namespaces are not allowed."""
+    Raises OSError."""
     flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
     if os.geteuid() == 0:
-        _call(_LIBC.unshare, flags)  # a user namespace would keep root from other users' files
+        _call(_LIBC.unshare, flags)  # in a user namespace, root could not read users' files
     else:
         user, group = os.geteuid(), os.getegid()
         _call(_LIBC.unshare, flags | _NEW_USER)
@@ -246,7 +246,7 @@ def restrict(process: Supervised) -> list[str]:
 
 
 def probe() -> tuple[list[str], dict[str, bool]]:
-    """Return the layers of `restrict`, and by trying, the targets that a strict sandbox protects."""
+    """Try `restrict`; return its layers and the targets that it protects."""
     boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
     with tempfile.NamedTemporaryFile() as other:
         process = subprocess.Popen(
@@ -293,7 +293,7 @@ def try_to_escape(other_file: str) -> NoReturn:
 def _make_read_only(folder: Path) -> bool:
     """Make all but the folder read-only; return whether that worked.
 
-    Landlock does not cover files' modes, owners, times and extended attributes."""
+    Landlock omits modes, owners, times and extended attributes."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
     here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
     place = str(folder).encode()
@@ -308,7 +308,7 @@ def _make_read_only(folder: Path) -> bool:
 
 
 def _drop_capabilities() -> None:
-    """Drop capabilities, which no_new_privs keeps an exec from restoring."""
+    """Drop capabilities, which under no_new_privs no exec restores."""
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     held = ctypes.create_string_buffer(24)
     _call(_LIBC.capget, header, held)
@@ -332,7 +332,7 @@ def landlock_version() -> int:
 
 
 def _landlock(process: Supervised) -> int:
-    """Allow reading except for secrets, and writing in the folder. Returns Landlock's version."""
+    """Restrict reading and writing; return Landlock's version."""
     if not (version := landlock_version()):
         return 0
     handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
@@ -368,7 +368,7 @@ def _readable() -> Iterator[Path]:
     """Yield what code may read.
 
     All but temporary folders, devices, sockets, and the home's hidden entries, which hold keys. The current
-    folder and Python's may lie in one of these, but not be one.
+    folder and Python's may lie in these.
     """
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
@@ -437,7 +437,7 @@ _STARTING = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-# AF_INET, AF_INET6, AF_NETLINK (for name resolution). Not AF_UNIX, used by services such as docker.
+# AF_INET, AF_INET6, AF_NETLINK (for name resolution); not AF_UNIX, which reaches services such as docker.
 _FAMILIES = (2, 10, 16)
 _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
 # TIOCSTI, TIOCLINUX type into the terminal; FIOSETOWN, SIOCSPGRP signal any process.
@@ -446,11 +446,11 @@ _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
 
 class Rule(NamedTuple):
-    """A system call that fails with `error`, always or depending on an argument.
+    """A system call that fails with `error`.
 
-    argument  its index; None: always
-    bits      fails if it has one of these bits
-    lacks     fails unless it has one of these bits
+    argument  index of the argument that decides; None: always fails
+    bits      fails with one of these bits
+    lacks     fails without one of these bits
     among     fails for these values
     unless    fails for other values"""
 

@@ -31,8 +31,8 @@ def cosine_length(
 ) -> float:
     """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373) for l of at most L tokens.
 
-    It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2 with r_0 = `*_short` and r_L = `*_long`, or `truncated`
-    for a truncated response. The paper uses no other reward (`reward.weight` 0)."""
+    It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2 with r_0 = `*_short` and r_L = `*_long`, or `truncated`.
+    The paper uses no other reward (`reward.weight` 0)."""
     if response.truncated:
         return truncated
     short, long = (correct_short, correct_long) if response.verdict.correct else (wrong_short, wrong_long)
@@ -42,11 +42,11 @@ def cosine_length(
 def matches(response: GradedResponse, pattern: str = THINK_ANSWER) -> float:
     """Return 1 if the pattern is found, else 0; `.` also matches line ends.
 
-    The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
+    Default: DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
     return float(re.search(pattern, response.text, re.DOTALL) is not None)
 
 
 def boxed_or_answer_line(response: GradedResponse) -> float:
-    r"""Return 1 if verifiers can find an answer (`Answer: ...` or `\boxed{...}`), else 0."""
+    r"""Return 1 if there is an `Answer: ...` or `\boxed{...}`, else 0."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))

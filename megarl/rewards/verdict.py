@@ -1,4 +1,4 @@
-"""Verdicts, the argument of reward terms, and the import of verifiers and terms."""
+"""Verdicts, and the import of verifiers and reward terms."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class Verdict:
     """The result of grading one response.
 
     correct    counts for accuracy, pass@k, group filtering and positive-example loss
-    extracted  the normalised final answer, for majority voting
+    extracted  normalised final answer, for majority voting
     error      why grading failed
-    graded     False: the answer cannot cause the error, so the response counts nowhere (docs/verifiers.md).
-               True with an error: the answer caused it, and is wrong
-    score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 of a wrong one;
-               None: use `correct`
+    graded     False: the answer cannot cause the error, and counts nowhere (docs/verifiers.md). True with an
+               error: the answer caused it, and is wrong
+    score      partial credit: 1 earns a correct answer's reward, 0 a wrong one's; None: use `correct`
     terms      name -> value of `reward.terms`; VerifierPool sets it"""
 
     correct: bool
@@ -78,7 +77,7 @@ class GradedResponse:
 
 
 def short(text: object) -> str | None:
-    """Cut to MAX_TEXT characters, and replace unpaired surrogates, which JSON can contain."""
+    """Cut to MAX_TEXT characters, and replace unpaired surrogates."""
     return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
@@ -87,9 +86,7 @@ class UnusableError(Exception):
 
 
 def as_verdict(result: object, who: str) -> Verdict:
-    """Convert the value that `who` returned; a number is a score, correct from 1 on.
-
-    Raises UnusableError for invalid values."""
+    """Convert the value that `who` returned; scores are correct from 1 on. Raises UnusableError."""
     if isinstance(result, bool) or _is_numpy_bool(result):
         return Verdict(bool(result))
     if isinstance(result, tuple):
@@ -106,7 +103,7 @@ def as_verdict(result: object, who: str) -> Verdict:
 
 
 def finite(value: Any, what: str, wanted: str) -> float:
-    """Return a finite number as float. Raises UnusableError with `what` and `wanted`."""
+    """Return a finite number. Raises UnusableError with `what` and `wanted`."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
@@ -118,7 +115,7 @@ def finite(value: Any, what: str, wanted: str) -> float:
 def _current_folder(module: str) -> Iterator[None]:
     """Search the current folder last, and only during the block.
 
-    Otherwise a library that tries optional modules, such as apex, could import them from there."""
+    Else libraries could import optional modules, such as apex, from a folder that others own."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
         yield
@@ -131,7 +128,7 @@ def _current_folder(module: str) -> Iterator[None]:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """Detect numpy's bool, neither bool nor Real, without importing numpy."""
+    """Detect numpy's bool without importing numpy."""
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
@@ -139,9 +136,7 @@ Term = Callable[[GradedResponse], float]  # other arguments are bound
 
 
 def verifier_path(name: str) -> str:
-    """Return an installed verifier's `module:function`; such a path itself is returned.
-
-    Raises ConfigError for unknown names."""
+    """Return the `module:function` of a verifier's name or path. Raises ConfigError."""
     if all(name.partition(":")):
         return name
     known = plugins("megarl.verifiers")
@@ -152,7 +147,7 @@ def verifier_path(name: str) -> str:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Import a verifier. Raises ConfigError as `import_object`."""
+    """Import a verifier. Raises ConfigError."""
     return import_object("reward.verifier", verifier_path(name))
 
 
@@ -161,7 +156,7 @@ def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
 
 
 def import_object(key: str, path: str, what: str = "function") -> Callable[..., Any]:
-    """Import `module:function` of configuration key `key`; what: word for messages.
+    """Import `module:function` for the configuration key `key`.
 
     Raises ConfigError if that fails or it is not callable."""
     module_name, _, name = path.partition(":")
