@@ -70,7 +70,7 @@ class Judgement(NamedTuple):
 
 
 def final_part(response: str) -> str:
-    """Return the text after the last `</think>`, "" in a thought."""
+    """Return the text after the last `</think>`, "" in an unfinished thought."""
     rest = response.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
@@ -201,7 +201,7 @@ def _slash(found: re.Match[str]) -> str:
 
 
 def _only_formula(text: str) -> str:
-    """Return `5` of `the answer is $5$ dollars`; the text unless it has one formula."""
+    """Return `5` of `the answer is $5$ dollars`; else, without exactly one formula, the text."""
     pieces = text.replace("$$", "$").replace("\\$", "").split("$")
     return pieces[1] if len(pieces) == 3 and pieces[1].strip() else text
 

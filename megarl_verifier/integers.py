@@ -36,7 +36,7 @@ _DEGREE = 20  # of a root
 _TERMS = 256  # of an intermediate sum
 _MAX_LENGTH = 300  # as in the verifier
 _MAX_DEPTH = 16  # nested brackets
-_PLACES = 6  # longer decimals are rounded
+_PLACES = 6  # longer decimals count as rounded
 
 _UNICODE = str.maketrans(
     {
@@ -95,7 +95,7 @@ _POOL = "nmkpqrstuvwabchjdfgl"  # of letters for the form
 
 
 class Refused(Exception):
-    """reason: for counting; detail: for one answer."""
+    """`reason` is for counting, `detail` for this answer."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -130,7 +130,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
 
     The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a denominator, in lowest terms, radicands free
     of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so
-    the integers are unique. The question asks for their sum, so their order does not matter."""
+    the integers are unique."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)

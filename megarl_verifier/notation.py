@@ -72,7 +72,7 @@ _UNITS = frozenset(
     rupee rs yen yuan rmb pence penny buck per of the th st nd rd m s g h t l L N J W V A C F K
     """.split()  # noqa: SIM905
 )
-# They change a value.
+# These change a value.
 _MEANINGFUL = frozenset(
     """
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
@@ -228,7 +228,7 @@ def _to_latex(character: str) -> str:
     if character in _GREEK:
         return f"\\{_GREEK[character]} "
     if (category == "Sc" and character != "$") or category == "Cf":
-        return ""  # and the zero-width space
+        return ""  # also for the zero-width space
     if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -264,7 +264,7 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
-    """Read an answer; inside: a side, where adjacent letters are a product."""
+    """Read an answer; inside: a side of an equation, where adjacent letters are a product."""
     form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)

@@ -1,6 +1,6 @@
 r"""Parse relations, as text in linear time (docs/verifiers.md).
 
-`x = 1 \text{ or } 2` gives a name values; `2x + y = 3` is an equation."""
+`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _UNIT = re.compile(r"\\(?:text|mathrm|circ)(?![A-Za-z])|\u00b0")
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`. Operators other than = != < <= > >= are texts; '' is none."""
+    """`left operator right`. Operators other than = != < <= > >= are texts; '' is no relation."""
 
     left: str
     operator: str
@@ -144,7 +144,7 @@ def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
 
 @lru_cache(maxsize=1024)
 def read_relations(text: str) -> ParsedAnswer | None:
-    """Parse relations outside of brackets; None without."""
+    """Parse relations outside of brackets; None if there are none."""
     if not _OPERATOR.search(text):
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
@@ -229,7 +229,7 @@ def _find_symbols(side: str) -> set[str]:
 
 
 def is_constant(side: str) -> bool:
-    """Return whether e and i are the only symbols."""
+    """Return whether there are no symbols but e and i."""
     return bool(side) and _find_symbols(side) <= {"e", "i"}
 
 

@@ -1,7 +1,7 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-math-verify compares right sides of relations or solves both, so the question would be its own answer. Run
-it in a VerifierPool, as it has no time limit."""
+Compares relations itself: math-verify compares right sides or solves both, so the question would be its own
+answer. Run it in a VerifierPool, as it has no time limit."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _vote_text(found: str) -> str | None:
 
 
 def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
-    """Print the value for votes."""
+    """Format the value for votes."""
     exact = attempt(rational, parsed)
     text = attempt(str, parsed if exact is None else exact)
     return None if text is None else normalise(text)
@@ -290,7 +290,7 @@ def _subtract_sides(relation: Relation) -> Expr | None:
 
 
 def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """Return `mine` / `gold`, as differences, if it is real, not 0, and equal at random points."""
+    """Return the ratio of the differences if it is real, not 0, and equal at random points."""
     a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None

@@ -80,7 +80,7 @@ class _Parser(Latex2Sympy):
         return super().convert_comp(comp)
 
     def convert_interval(self, expr: Any) -> Any:
-        """Refuse equal roots in different forms, which sympy compares slowly."""
+        """Refuse ends that are equal roots in different forms, which sympy compares slowly."""
         ends = [self.convert_expr(one) for one in expr.expr()]
         names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
@@ -103,7 +103,7 @@ class _Parser(Latex2Sympy):
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         for one in args:
-            if one.free_symbols:  # sympy's result is 1
+            if one.free_symbols:  # sympy returns 1
                 raise Unreadable
             _check_size(one)
         return super().handle_gcd_lcm(f, args)
@@ -273,7 +273,7 @@ def has_bend(expression: Expr) -> bool:
 
 
 def _has_gamma(expression: Expr) -> bool:
-    """Return whether a gamma function or the like has a non-integer argument."""
+    """Return whether a factorial, gamma function or binomial has a non-integer argument."""
     found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
     return any(not one.is_Integer for function in found for one in function.args)
 
@@ -296,7 +296,7 @@ def symbol_case(*expressions: Expr) -> Callable[[str], str]:
 def _evaluate(
     node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
 ) -> Expr:
-    """Return a Rational if possible, else `digits` digits.
+    """Return a Rational if possible, else a number with `digits` digits.
 
     real: raise _Undefined if a part is not real."""
     if isinstance(node, Symbol):

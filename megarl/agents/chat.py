@@ -25,7 +25,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
-_MAX_CALLS = 16  # in one turn, or a repetitive policy would block the tools
+_MAX_CALLS = 16  # in one turn; a repetitive policy would block the tools
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
@@ -297,7 +297,7 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
         done, shown = False, await policy.reset()
         if shown in (prompt.question, prompt.text):
             shown = ""
-        with suppress(EpisodeTruncated):  # grade the turns so far
+        with suppress(EpisodeTruncated):
             while not done:
                 if shown:
                     messages = [{"role": "user", "content": shown}]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MAX_BYTES = 4 << 20  # a history of a million tokens
-# Any user can connect. Beyond this, or a quarter of the descriptors, the oldest connection without api_key is
-# closed.
+# Any user can connect. Beyond this, or a quarter of the descriptors, the oldest connection without a valid
+# api_key is closed.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
 # The run determines sampling.
@@ -216,7 +216,7 @@ def _error(status: int, refused: Refused) -> web.Response:
 class Session:
     """An agent's conversation with the policy, for one response.
 
-    history  of results of `_message`
+    history  messages as `_message` returns them
     _end     its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint

@@ -34,7 +34,7 @@ class ToolError(Exception):
 
 
 class ToolUnavailable(Exception):
-    """A tool failed, not by the policy: the response is ungraded."""
+    """A tool failed, but not because of the policy: the response is ungraded."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Policy:
     truncated: bool = False
     aborted: bool = False
     generating: bool = False
-    _raised_aborted: bool = False  # incomplete, even if it catches EpisodeAborted
+    _raised_aborted: bool = False  # incomplete, even if the episode catches it
     _observed: list[int] = field(default_factory=list)  # after the last turn
     _texts: list[str] = field(default_factory=list)  # given to the environment
     _state: State | None = None
@@ -174,7 +174,7 @@ class Policy:
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")
             return None
-        # Without later experts, as the episode may differ from there.
+        # Without later tokens' experts, as the episode may differ from there.
         data = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
         versions = data.policy_versions
         return TokenData(
@@ -338,7 +338,7 @@ EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | 
 def make_row(prompt: Prompt) -> dict[str, Any]:
     """Return the row for environments and agents.
 
-    Known columns override extra ones, such as verl's question and answer."""
+    The prompt's fields override extra ones, such as verl's question and answer."""
     return {
         **prompt.extra,
         "uid": prompt.uid,

@@ -119,7 +119,7 @@ class _Connection:
         return text
 
 
-_connect = cache(_Connection)  # one per server
+_connect = cache(_Connection)
 
 
 def _result_text(result: Any) -> str:
@@ -127,7 +127,7 @@ def _result_text(result: Any) -> str:
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:
-        # Servers wrap other values than objects as {"result": ...}, and send lists as texts.
+        # Servers wrap values that are not objects as {"result": ...}, and send lists as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
         same = [data], [value], items

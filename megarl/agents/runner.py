@@ -95,7 +95,7 @@ class AgentRunner:
 
 @dataclass
 class AgentEpisode(Policy):
-    """A coroutine's episode. warned: reports, shared by the worker."""
+    """A coroutine's episode. warned: reported texts, shared by the worker's episodes."""
 
     function: EpisodeFunction = field(kw_only=True)
     warned: set[str] = field(default_factory=set, kw_only=True)
@@ -152,7 +152,7 @@ class AgentEpisode(Policy):
         return Verdict(False, error=f"{self.key}: {why}", graded=False)
 
     async def _cancel_leftovers(self) -> str:
-        """Cancel and name tasks that the coroutine left. Raises EngineError if one stays."""
+        """Cancel and name tasks that the coroutine left running. Raises EngineError if one stays."""
         if all(task.done() for task in _tasks.get()):
             return ""
         await asyncio.sleep(0)

@@ -27,7 +27,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256
-_MAX_STATE = 1 << 20  # characters of JSON; else turns are replayed
+_MAX_STATE = 1 << 20  # characters of JSON; beyond, turns are replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Environment(Protocol):
     """A user's environment (docs/episodes.md).
 
-    It must depend only on row, seed and texts, which another process may replay. `random` and numpy are
-    seeded before each call. `restore(state)`, if there is one, follows `reset`."""
+    It must depend only on row, seed and texts, because another process may replay them. `random` and numpy
+    are seeded before each call. An optional `restore(state)` is called after `reset`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
@@ -152,7 +152,7 @@ class ToolPool:
     ) -> Result[Answer]:
         """Return the environment's answer to the last of the policy's `texts`.
 
-        key: of the episode. state: of an earlier answer, instead of a replay."""
+        key: the episode's. state: an earlier answer's, to avoid a replay."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("graded", True))
@@ -325,7 +325,7 @@ class ToolPool:
                 process = self._slots[slot] = _ToolProcess(self._sandbox, self._longest)
                 await process.connect(self._settings)
                 return process
-            except (OSError, EOFError) as error:  # TimeoutError too
+            except (OSError, EOFError) as error:  # OSError includes TimeoutError
                 why = describe_error(error)
                 if process is not None:
                     why = f"{await process.finish()}; {process.last_line}"

@@ -47,7 +47,7 @@ class Exporter(Collector):
         self._thread.start()
 
     def update(self, stage: str, numbers: Mapping[str, float]) -> None:
-        # Time since 1970, for alarms on hangs.
+        # Seconds since 1970, for alarms on hangs.
         self._records = {**self._records, stage: {**numbers, "recorded_seconds": time.time()}}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -50,7 +50,7 @@ def is_step(record: Mapping[str, Any]) -> bool:
 def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
     """Return whether a record was written by the end of `step` of `stage`.
 
-    Each stage counts its steps. An evaluation has the main stage's, or 0."""
+    Each stage counts its steps. An evaluation has the main stage's, 0 during value pretraining."""
     if not is_step(record):
         return False
     if record["stage"] == EVALUATION:
@@ -59,7 +59,7 @@ def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
 
 
 def plain(value: Any, name: str, alarms: list[str]) -> Any:
-    """Convert to JSON types, with rounded floats; non-finite numbers become None and `alarms`."""
+    """Convert to JSON types, with rounded floats; non-finite numbers become None and go to `alarms`."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -353,7 +353,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One W&B run per folder, which run_dir/wandb_id continues."""
+    """One W&B run per run folder, which resumes by run_dir/wandb_id."""
 
     def __init__(self, run_dir: Path, append: bool, dispensable: OptionalFiles) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")

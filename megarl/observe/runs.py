@@ -23,7 +23,7 @@ HANG_LINE = 1 << 16  # bytes read of a hang report
 
 
 class JsonLines(NamedTuple):
-    """Records, and numbers of unreadable lines from 1."""
+    """Records, and numbers (from 1) of unreadable lines."""
 
     records: list[Record]
     unreadable: list[int]

@@ -70,7 +70,7 @@ COLUMNS = (
     Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
-# Plain lines omit them, as uninformative or too wide.
+# Uninformative, or too wide for plain lines.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
 PLAIN_LEAVES_OUT = {TRAIN: {*_DETAILS, "vloss"}, PRETRAINING: _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
@@ -188,8 +188,8 @@ class RunHeader:
 class TerminalView:
     """Shows a run; a context manager.
 
-    `live` redraws in place; `plain` prints a line per `every` steps, evaluation and event; `auto` is live on a
-    terminal, else plain."""
+    `live` redraws in place; `plain` prints a line per `every` steps, evaluation and event; `auto` is live on
+    a terminal, else plain."""
 
     def __init__(
         self,
@@ -389,7 +389,7 @@ def watch(
     console: Console | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show a run, once or until it is done. Raises DataError if it is none."""
+    """Show a run, once or until it is done. Raises DataError if there is none."""
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")

@@ -20,7 +20,7 @@ WAIT = "wait for "  # phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases: each ends when the next starts. Write errors do not stop the run."""
+    """Records this rank's phases: each ends when the next starts."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Timeline:
         path = run_dir / FOLDER / NAME.format(rank)
         self._file = JsonlWriter(path, True, OptionalFiles() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
-        self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
+        self._place: Record = {"stage": TRAIN, "step": 0}
 
     def step(self, stage: str, number: int) -> None:
         """Assign following phases to this step."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # a worker needs no pydantic
 _MAX_BATCH = 64
 # These need no network or programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # share of CPU time that makes a timeout the answer's fault
+_BUSY = 0.5  # share of the limit as CPU time that makes a timeout the answer's fault
 
 # Response, reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
@@ -125,11 +125,11 @@ class VerifierPool:
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer is wrong after a timeout with much CPU time, or a second timeout or death: one kill or stop
-        from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before anything
-        was graded; later, leaves the rest ungraded."""
+        An answer is wrong after a timeout with much CPU time, or a second timeout or death. So one kill or
+        stop from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before
+        anything was graded; later it leaves the rest ungraded."""
         if self._loop is None:
-            # new_event_loop would be SGLang's uvloop.
+            # With SGLang, new_event_loop would use uvloop.
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
@@ -192,7 +192,7 @@ class VerifierPool:
             try:
                 worker = self._workers[slot] = _Worker(self._sandbox)
                 problem = await worker.connect(self._settings)
-            except (OSError, EOFError) as error:  # TimeoutError too
+            except (OSError, EOFError) as error:  # OSError includes TimeoutError
                 reason = f"{type(error).__name__}: {error}"
                 if worker is not None:
                     reason = f"{worker.end()}; {worker.last_line}"

@@ -23,7 +23,7 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Not caused by the process: its memory limit comes before the kernel's SIGKILL.
+# Not caused by the process, whose memory limit comes before the kernel's SIGKILL.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
 # Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
@@ -36,8 +36,8 @@ _BOOT = (
     "from {} import work; work(process)"
 )
 _PARENT_CHECK = 5.0  # seconds
-_END_LIMIT = 10.0  # seconds for a process to end
-# Address space for libraries; it limits shared memory too.
+_END_LIMIT = 10.0  # seconds
+# Address space beyond the data limit, for libraries and shared memory.
 _MAPPED = 1 << 30
 
 
@@ -103,7 +103,7 @@ class LimitedProcess:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
         except TimeoutError:
-            async with asyncio.timeout(0.01):  # there, if this process was suspended
+            async with asyncio.timeout(0.01):  # the answer is there if this process was suspended
                 line = await self._answers.readline()
         if not line.endswith(b"\n"):
             raise EOFError

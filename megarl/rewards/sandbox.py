@@ -33,7 +33,7 @@ _PROBE_LIMIT = 20.0  # seconds
 
 _PARENT_CHECK = 1.0
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
-_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # the trainer's
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # meant for the trainer
 _MOST_PROCESSES = 256
 
 # linux/prctl.h
@@ -232,7 +232,7 @@ def restrict(process: Supervised) -> list[str]:
         layers.append("namespaces")
     if process.sandbox != NETWORK:
         _works(_LIBC.unshare, _NEW_NETWORK)  # else seccomp still applies
-    if in_namespace and os.geteuid() != 0:  # counted by user namespace
+    if in_namespace and os.geteuid() != 0:  # counted per user namespace
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
@@ -293,7 +293,7 @@ def try_to_escape(other_file: str) -> NoReturn:
 def _make_read_only(folder: Path) -> bool:
     """Make all but the folder read-only; return whether that worked.
 
-    Landlock omits modes, owners, times and extended attributes."""
+    Landlock ignores modes, owners, times and extended attributes."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
     here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
     place = str(folder).encode()

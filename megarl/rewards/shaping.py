@@ -1,4 +1,4 @@
-"""Soft overlong punishment and `reward.terms`."""
+"""Soft overlong punishment, and functions for `reward.terms`."""
 
 from __future__ import annotations
 
