@@ -238,9 +238,7 @@ def _failed(why: str, name: str = "") -> Call:
 
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of functions and MCP servers' tools, by path.
-
-    Raises ConfigError for unsuitable tools and equal names."""
+    """Return the schemas of functions and MCP servers' tools, by path. Raises ConfigError."""
     by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
         by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}

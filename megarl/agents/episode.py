@@ -196,7 +196,7 @@ class Policy:
         self._observed += [int(token) for token in shown]
 
     def reward(self, value: float) -> None:
-        """Add to the newest turn's reward, at its last token, and so to the response's."""
+        """Add to the newest turn's reward, at its last token."""
         if not math.isfinite(value):
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:

@@ -31,7 +31,7 @@ class LoopWatch:
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most
         self._reported: set[tuple[str, str]] = set()
-        self._end, self._checks = threading.Event(), 0  # since the last beat
+        self._end, self._checks = threading.Event(), 0
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()

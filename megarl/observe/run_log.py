@@ -130,7 +130,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 class JsonlWriter:
-    """Appends records to a file. When `write` returns, the operating system has all of it.
+    """Appends records to a file. When `write` returns, the operating system has the whole record.
 
     append: continue the file, without unreadable lines. dispensable: receives an optional file's errors;
     else raises ConfigError (opening) or StorageError (writing)."""

@@ -159,7 +159,7 @@ def resample(points: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """Plot `points` as block characters; a constant is at the bottom."""
+    """Plot `points` as block characters."""
     shown = resample(points, width)
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0

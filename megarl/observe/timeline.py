@@ -1,4 +1,4 @@
-"""Phases of each rank over time: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
+"""Phases of each rank: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
 
 {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
