@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint on loopback, for `rollout.agent`.
 
-Each response is a session, whose history may only grow."""
+Each response is a session, whose history may only grow, as new messages are appended to sampled tokens."""
 
 from __future__ import annotations
 

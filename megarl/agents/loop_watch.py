@@ -26,7 +26,9 @@ class LoopWatch:
     who    the loop's owner, for messages
     home   file of the user's function, perhaps among the libraries
     limit  seconds of blocking until a report, once per function
-    most   seconds until the process ends, not counting those while it was stopped"""
+    most   seconds until the process ends, not counting those while it was stopped
+
+    Ignores libraries, megarl and engines."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most

@@ -125,7 +125,7 @@ def select_columns(record: Mapping[str, Any]) -> list[Column]:
 def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
-    Only avg if k is 1 or differs between sets."""
+    Only avg if k is 1 or differs between sets. Sets and sources have a line each, after any overall one."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
@@ -188,8 +188,8 @@ class RunHeader:
 class TerminalView:
     """Shows a run; a context manager.
 
-    `live` redraws in place; `plain` prints a line per `every` steps, evaluation and event; `auto` is live on
-    a terminal, else plain."""
+    `live` redraws in place (without a terminal it prints the last state). `plain` prints a line per `every`
+    steps, evaluation and event. `auto` is live on a terminal, else plain."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ WAIT = "wait for "  # phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases: each ends when the next starts."""
+    """Records this rank's phases: each ends when the next starts. Write errors do not stop the run."""
 
     def __init__(
         self,

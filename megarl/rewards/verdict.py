@@ -156,7 +156,9 @@ def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
 
 
 def import_object(key: str, path: str, what: str = "function") -> Callable[..., Any]:
-    """Import `module:function` for the configuration key `key`. Raises ConfigError."""
+    """Import `module:function` for the configuration key `key`.
+
+    Raises ConfigError if that fails or it is not callable."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
