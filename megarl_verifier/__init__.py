@@ -1,1 +1,1 @@
-"""Extract final answers of mathematical problems, verify them, or turn them into integers."""
+"""Extract and verify mathematical answers, or turn them into integers."""

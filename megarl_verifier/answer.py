@@ -1,6 +1,6 @@
 """DAPO's verifier: compare the last `Answer:` line, normalised, with the reference as text.
 
-The normalisation (Minerva, Lewkowycz et al. 2022, appendix G) evaluates nothing."""
+The normalisation is Minerva's (Lewkowycz et al. 2022, appendix G)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import AnyStr, NamedTuple
 
-MAX_ANSWER = 1000  # characters; also bounds the time of the regular expressions
+MAX_ANSWER = 1000  # characters; bounds the time of regular expressions
 
 _LABEL = re.compile(r"(?:answer|\u7b54\u6848)[ \t*_`]{0,8}[:\uff1a][ \t*_`]{0,8}", re.IGNORECASE)
-# Around an answer. Lines of only markup (`$$` or `\[`) are skipped.
+# Around an answer. Lines of only markup are skipped.
 _MARKUP = " \t\r\f\v*_`"
 _MARKUP_LINE = re.compile(r"(?:[\s*_`$:]|\\\[|\\\()*")
 _LINES_AFTER_LABEL = 4
@@ -19,7 +19,7 @@ _BOX = re.compile(r"\\boxed\s{0,8}\{")
 _BOXES = 16  # tried, from the end
 
 FULLWIDTH = 0xFEE0  # from ASCII
-# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation, ideographic space and ratio sign.
+# ASCII for fullwidth signs, dashes, CJK and Arabic punctuation.
 PLAIN_CHARACTERS = {
     **{i + FULLWIDTH: chr(i) for i in range(ord("!"), ord("~") + 1) if not chr(i).isalnum()},
     **dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\u2014\ufe63"), "-"),
@@ -55,33 +55,32 @@ _FRACTION = re.compile(
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.0*)?")
 _INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-# Neither `5  3` without units, nor `12 34` is one number.
 _PAIR = re.compile(r"(?<=[0-9]),(?:\s|~|\\[,;: ]|\\q?quad)+|(?<=[0-9]),(?![0-9]{3}(?![0-9]))")
+# `12 34` is not one number.
 _SPACE_NOT_IN_NUMBER = re.compile(r"(?<![0-9\s])\s+|\s+(?![0-9\s])")
 _BRACKETED = re.compile(r"\([^()]*\)")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
 class Judgement(NamedTuple):
-    """Correctness and the normalised final answer (None if there is none), for votes."""
+    """Correctness, and the normalised final answer for votes."""
 
     correct: bool
     extracted: str | None = None
 
 
 def final_part(response: str) -> str:
-    """Return the text after the last `</think>`; "" if a thought is unfinished."""
+    """Return the text after the last `</think>`, "" in an unfinished thought."""
     rest = response.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
 
 def find_answer(response: str) -> str | None:
-    """Return the text after the last `Answer:` up to the end of its line, or of the next non-empty line.
+    """Return the rest of the last `Answer:` line, or the next non-empty line, after the thoughts.
 
-    The label may be bold or Chinese. None without label, or if nothing or more than MAX_ANSWER characters
-    follow. Ignores thoughts. Linear time."""
+    None without label, or if nothing or more than MAX_ANSWER characters follow. Linear time."""
     response = final_part(response)
-    # One byte per character keeps positions.
+    # One byte a character, to keep positions.
     lowered = response.encode("ascii", "replace").lower()
     labels = (_last_label(response, lowered, b"answer"), _last_label(response, response, "\u7b54\u6848"))
     end = max((label.end() for label in labels if label), default=None)
@@ -113,17 +112,17 @@ def _first_line(response: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the last balanced `\boxed{...}`'s content of at most MAX_ANSWER characters, or None."""
+    r"""Return the content of the last balanced `\boxed{...}`, or None."""
     return next(_boxes(text), None)
 
 
 def all_boxed(text: str) -> str | None:
-    r"""Return boxes without duplicates: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
+    r"""Join boxes: `1, 2` for `\boxed{1} and \boxed{2}`; None without boxes."""
     return ", ".join(dict.fromkeys([*_boxes(text)][::-1])) or None
 
 
 def _boxes(text: str) -> Iterator[str]:
-    """Yield contents from last to first; only the innermost of nested boxes."""
+    """Yield contents from the end, of nested boxes the innermost."""
     at = inner = len(text)
     for _ in range(_BOXES):
         at = text.rfind("\\boxed", 0, at)
@@ -146,16 +145,14 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def ends_in_open_box(text: str) -> bool:
-    r"""Return whether a text was cut off in its last `\boxed{`."""
+    r"""Return whether the last `\boxed{` is not closed."""
     last = text.rfind("\\boxed")
     opening = _BOX.match(text, last) if last >= 0 else None
     return opening is not None and _closing_brace(text, opening.end()) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Return the canonical form of a final answer: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`.
-
-    Longer text is cut to MAX_ANSWER characters."""
+    r"""Return the canonical form: `1,234`, `$\boxed{1234}$`, `+1234.0` become `1234`."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = _last_side(_only_formula(text) if boxed is None else boxed)
@@ -166,9 +163,7 @@ def normalise(answer: str) -> str:
 
 
 def text_form(answer: str) -> str:
-    """Return the form in which `math` compares texts, ignoring case and spaces.
-
-    Words, units, sides of an equation and factorials stay. `32, 349` is a pair."""
+    """Return the form in which `math` compares texts, ignoring case and spaces."""
     text = _plain(answer)
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("\\!", "")
@@ -233,7 +228,7 @@ def _canonical_number(text: str) -> str:
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
-    """DAPO eq. 7; a response without an `Answer:` line is wrong."""
+    """Verify by DAPO eq. 7."""
     found = find_answer(response)
     if found is None:
         return Judgement(False)

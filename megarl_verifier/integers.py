@@ -1,8 +1,7 @@
 """Turn answers into integers, as in DAPO's appendix, so that a plain rule can verify them.
 
-For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Lowest terms, square-free
-radicands and explicit signs make the integers unique; other answers are refused. The symbolic verifier, with
-another parser, checks each form against the original answer."""
+For 11 - 2 sqrt 6 the question asks for k + m + n of the form k - m sqrt n. Callers check the form by the
+symbolic verifier, which has another parser."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ AMBIGUOUS = "an ambiguous notation"
 UNREAD = "not read as a number"
 
 _LIMIT = 10**15
-_BITS, _ROOT_BITS = 4096, 100  # of an intermediate number, and of a radicand
+_BITS, _ROOT_BITS = 4096, 100  # of an intermediate number, of a radicand
 _DEGREE = 20  # of a root
 _TERMS = 256  # of an intermediate sum
-_MAX_LENGTH = 300  # characters, as in the verifier
+_MAX_LENGTH = 300  # as in the verifier
 _MAX_DEPTH = 16  # nested brackets
-_PLACES = 6  # decimals with more count as rounded
+_PLACES = 6  # longer decimals count as rounded
 
 _UNICODE = str.maketrans(
     {
@@ -85,18 +84,18 @@ _REFUSED = [
 ]  # fmt: skip
 _TOKEN = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+\.?|\\[A-Za-z]+|[^\sA-Za-z]|[A-Za-z]+)")
 _DECIMAL = re.compile(r"\.([0-9]*[1-9])")
-_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67 is rounded, unless it is a price
+_THIRDS = re.compile(r"[0-9]*(?:33|67)")  # 16.67 is rounded, unless a price
 _ROUNDING = re.compile(
     r"\bround|\bestimat|approximat|decimal place|to the nearest|significant", re.IGNORECASE
 )
 _POWER = re.compile(r"\s*([0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*")
 _COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LETTER = re.compile(r"(?<![A-Za-z'\\])[A-Za-z](?![A-Za-z'])")
-_POOL = "nmkpqrstuvwabchjdfgl"  # letters for the form
+_POOL = "nmkpqrstuvwabchjdfgl"  # of letters for the form
 
 
 class Refused(Exception):
-    """`reason` is for counting, `detail` is about this answer."""
+    """`reason` is for counting, `detail` for this answer."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -107,9 +106,9 @@ class Refused(Exception):
 class IntegerAnswer:
     """An answer turned into an integer.
 
-    asked   text to append to the question; "" if the answer already is an integer
-    back    value of the form with its integers, LaTeX
-    number  in the original answer, without name and unit; `back` must equal it"""
+    asked   text to append to the question, or ""
+    back    the form with its integers, LaTeX
+    number  the answer without name and unit; `back` must equal it"""
 
     value: int
     asked: str
@@ -119,7 +118,7 @@ class IntegerAnswer:
 
 @dataclass(frozen=True)
 class _Number:
-    """An integer of a form. role: e.g. coefficient or radicand; degree: of its root."""
+    """An integer of a form. role: such as radicand; degree: of its root."""
 
     value: int
     role: str
@@ -127,11 +126,11 @@ class _Number:
 
 
 def integer_answer(question: str, answer: str) -> IntegerAnswer:
-    """Return the integer for `answer`, and the extension of the question. Raises Refused.
+    """Return the integer for `answer`, and the question's extension. Raises Refused.
 
-    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a common denominator, radicands free of q-th
-    powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so the
-    integers are unique. The question asks for their sum, so that their order does not matter."""
+    The form is a sum of terms c sqrt[q](n) pi^k e^l i^j over a denominator, in lowest terms, radicands free
+    of q-th powers. Such terms are linearly independent over the rationals (for roots: Besicovitch 1940), so
+    the integers are unique."""
     text = answer if len(answer) <= _MAX_LENGTH else ""
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
@@ -155,7 +154,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
     try:
         sign, pieces = _build_form(_AnswerParser(body).read())
     except Refused as refused:
-        # 2^2016: ask for base and exponent.
+        # 2^2016
         if refused.reason != LARGE or not (found := _POWER.fullmatch(body)):
             raise
         base, exponent = int(found[1]), int(found[2] or found[3])
@@ -185,7 +184,7 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
 
 
 def _split_name_and_unit(text: str) -> tuple[str, str, str]:
-    """Return the number, the text before it (`x =`, a currency sign) and its unit."""
+    """Return the number, its prefix (`x =`, currency) and its unit."""
     before = after = ""
     if named := _NAME.match(text):
         before, text = named[0], text[named.end() :]
@@ -205,7 +204,7 @@ def _split_name_and_unit(text: str) -> tuple[str, str, str]:
 
 
 class _AnswerParser:
-    r"""Parses LaTeX of one number. Refuses ambiguous notation: 1/2\pi, 2^10, 2\frac{5}{3}."""
+    r"""Parses LaTeX of one number, but not 1/2\pi, 2^10, 2\frac{5}{3}."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
@@ -318,7 +317,7 @@ class _AnswerParser:
     def _argument(self, *, last: bool = False) -> Expr:
         r"""Parse brackets or one character, as in \frac34.
 
-        last: no argument follows, so more digits are ambiguous: 2^10 is 20 in LaTeX."""
+        last: more digits are ambiguous, as 2^10 is 20 in LaTeX."""
         token = self._next()
         if token.isdigit() and len(token) > 1:
             if last:
@@ -368,7 +367,7 @@ def _build_form(value: Expr) -> tuple[str, list[str | _Number]]:
     terms = _collect_terms(value)
     if terms is not None:
         return _format_sum(terms)
-    # The square of a sum has a unique form.
+    # Try the form of its square.
     terms = _collect_terms(sympy.expand(sympy.radsimp(sympy.expand(value**2)))) if value.is_real else None
     if terms is None:
         raise Refused(UNREAD)
@@ -390,7 +389,7 @@ class _Term:
 
 
 def _collect_terms(value: Expr) -> list[_Term] | None:
-    """Return an expanded sum's terms; None if a factor fits no form."""
+    """Return an expanded sum's terms, or None if a factor fits no form."""
     terms = []
     for summand in sympy.Add.make_args(value):
         coefficient, rest = summand.as_coeff_Mul()
@@ -429,7 +428,7 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
 
 
 def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
-    """Return sign and pieces of a sum over its denominator: positive terms first, then rational ones."""
+    """Return sign and pieces of a sum over a denominator, sorted by sign and symbols."""
     below_e, below_pi = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )
@@ -460,7 +459,7 @@ def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
         pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
         pieces += symbols
     if denominator > 1 or below_e or below_pi:
-        # An omitted coefficient of 1 implies lowest terms.
+        # Omitted coefficients of 1 imply lowest terms.
         implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
         role = "any denominator" if implied else "denominator"
         below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []

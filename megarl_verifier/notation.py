@@ -1,7 +1,6 @@
-"""Read the notation of an answer: a formula that the parser reads completely, or a text.
+"""Read the notation of an answer: a formula or a text (docs/verifiers.md).
 
-The parser (megarl_verifier.values) drops unknown notation, so a formula may have only known commands;
-otherwise wrong answers would be right. docs/verifiers.md has the rules."""
+A formula may have only known commands, as the parser drops others, which would make wrong answers right."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from functools import lru_cache
 from megarl_verifier.answer import FULLWIDTH, MAX_ANSWER, PLAIN_CHARACTERS, text_form
 from megarl_verifier.relations import NEGATION, pieces, split
 
-# 300 open brackets take the parser seconds.
+# The parser needs seconds for 300 open brackets.
 _MAX_FORMULA, _MAX_DEPTH = 300, 16
 
 _SUPERSCRIPTS = str.maketrans(
@@ -31,7 +30,7 @@ _SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9.])([0-9]{1,30}(?:\.[0-9]{1,30})?)[eE]([+-]?[0-9]{1,3})(?![A-Za-z0-9.])"
 )
 
-# Words without a number up to `is` or a colon, and the end of Minerva's prompt.
+# Words before an answer, and the end of Minerva's prompt.
 _PROSE = re.compile(
     r"(?:[^0-9\\]|\\[()])*(?:(?<![A-Za-z])(?:is|are|be|equals|[Aa]nswer)\s{0,8}:?\s|[A-Za-z]{3}\s?:\s)\s{0,8}"
 )
@@ -61,7 +60,7 @@ _DEGREE = re.compile(
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANGLE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)(?:{_DEGREE.pattern})")
 
-# They are not compared.
+# Not compared.
 _UNITS = frozenset(
     """
     cm mm km dm nm um ft foot feet in inch inche yd yard mile mi meter metre centimeter centimetre
@@ -73,7 +72,7 @@ _UNITS = frozenset(
     rupee rs yen yuan rmb pence penny buck per of the th st nd rd m s g h t l L N J W V A C F K
     """.split()  # noqa: SIM905
 )
-# They change a number's value.
+# These change a value.
 _MEANINGFUL = frozenset(
     """
     am pm a p o clock noon midnight bc ad bce ce north south east west up down left right above below
@@ -104,7 +103,7 @@ _PERCENT = re.compile(
 )
 
 _RUN = re.compile(r"[A-Za-z\s.,;'\"()&-]*[A-Za-z][A-Za-z\s.,;'\"()&-]*")
-_LONGEST_PRODUCT = 3  # adjacent letters; longer runs are words
+_LONGEST_PRODUCT = 3  # letters; longer runs are words
 _SEPARATOR = re.compile(r",(?!(?<=[0-9],)[0-9]{3}(?![0-9]))|;")
 _DATE = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
 _COLON = re.compile(":")
@@ -129,7 +128,7 @@ _ARGUMENT_END = re.compile(
     rf"[-+/*=<>:,;&)}}\]|]|\\\\|{_COMMAND}|\\(?:max|min|gcd|lcm|cdot|times|div|pm|mp|cup|cap|setminus|mod|to"
     r"|int|sum|prod|lim|in|[lg]eq?|ne|neq|end)(?![A-Za-z])"
 )
-_QUOTIENT = re.compile(r"(?:(?<=\\pi)|(?<=\\pi\s))/|/\s?\d")  # perhaps in the argument of a sine
+_QUOTIENT = re.compile(r"(?:(?<=\\pi)|(?<=\\pi\s))/|/\s?\d")  # perhaps in a sine's argument
 _FRACTION = r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"
 _MIXED = re.compile(
     rf"(?<![0-9.,^_}}A-Za-z])([0-9]+)(?:\s*{_FRACTION}|\s+([0-9]+)\s?/\s?([0-9]+))(?!\s?[0-9(\\{{^!])"
@@ -143,7 +142,7 @@ _TRANSPOSED = re.compile(
 )
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s?((?:'|\^\s?\{?(?:\\prime\s?)+\}?)+)")
 _ARRAY = re.compile(r"[\[(]\s*\\begin\s?\{array\}\s?\{[clr| ]*\}(.*?)\\end\s?\{array\}\s*[\])]", re.DOTALL)
-_D = re.compile(r"(\\[A-Za-z]+)|d(?=\s*[A-Za-z\\])")  # the parser reads dx as one letter
+_D = re.compile(r"(\\[A-Za-z]+)|d(?=\s*[A-Za-z\\])")  # else the parser reads dx as one letter
 _QUOTE = re.compile(r"'|\\prime")
 _SUBSCRIPT = re.compile(r"_\s?(?:[A-Za-z0-9]|\{[^{}]*\}|\\[A-Za-z]+)")
 _NAMES = re.compile(  # brackets and letters
@@ -165,7 +164,7 @@ _KNOWN = frozenset(
     Omega lbrace rbrace le leq ge geq lt gt ne neq in notin equiv leqslant geqslant subseteq supseteq
     """.split()  # noqa: SIM905
 )
-# Limits where the parser's time is exponential, for about a second.
+# Limits where the parser's time is exponential.
 _MAX_FORMULA_DEPTH = 8
 _SLOW = {
     re.compile(r"\\(?:int|sum|prod|lim)(?![A-Za-z])"): 2,
@@ -184,9 +183,8 @@ class Notation:
     """An answer as written.
 
     formula  LaTeX that the parser reads completely, without unit and percent sign; "" for a text
-    text     with its unit, normalised: equal texts are equal answers
-    words    after the number, not a unit
-    is_word  letters only"""
+    text     normalised, with unit
+    words    after the number, no unit"""
 
     formula: str
     text: str
@@ -211,7 +209,7 @@ class Notation:
 
 
 def plain(text: str) -> str:
-    """Write digits, superscripts, vulgar fractions and 1.5e3 as LaTeX; remove currency signs."""
+    """Write Unicode and 1.5e3 as LaTeX; remove currency signs."""
     text = text[:MAX_ANSWER].replace("\\$", "")
     text = text.replace("$", "") if text.count("$") == 1 else text  # a price
     if not text.isascii():
@@ -230,7 +228,7 @@ def _to_latex(character: str) -> str:
     if character in _GREEK:
         return f"\\{_GREEK[character]} "
     if (category == "Sc" and character != "$") or category == "Cf":
-        return ""  # also format characters, such as the zero-width space
+        return ""  # also for the zero-width space
     if "A" <= (letter := chr(max(ord(character) - FULLWIDTH, 0))) <= "z":
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -240,7 +238,7 @@ def _to_latex(character: str) -> str:
 
 
 def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
-    """Return whether a person may have written it: short, with shallow brackets."""
+    """Return whether it is short, with shallow brackets."""
     if len(text) > _MAX_FORMULA:
         return False
     depth = deepest = 0
@@ -266,7 +264,7 @@ def simple_number(text: str) -> tuple[Fraction, bool] | None:
 
 @lru_cache(maxsize=2048)
 def read_notation(text: str, *, inside: bool = False) -> Notation:
-    """inside: a side of an equation, where adjacent letters are a product."""
+    """Read an answer; inside: a side of an equation, where adjacent letters are a product."""
     form = _HALF_DAY.sub(r"\1m", text_form(text))
     if not is_plausible(text):
         return Notation("", form)
@@ -299,7 +297,7 @@ def _format_function(found: re.Match[str]) -> str:
 
 
 def without_prose(text: str) -> str:
-    """Return `$5$ dollars` of `The final answer is $5$ dollars. I hope it is correct.`; keep a negation."""
+    """Return `$5$` of `The final answer is $5$. I hope it is correct.`; keep a negation."""
     start = _PROSE.match(text) if is_plausible(text) else None
     if start is not None and not NEGATION.search(start[0]):
         text = text[start.end() :]
@@ -307,7 +305,7 @@ def without_prose(text: str) -> str:
 
 
 def _remove_style(found: re.Match[str]) -> str:
-    r"""Return the content if it is not a word: `\text{A}`, `\mathrm{e}`."""
+    r"""Return the content unless it is a word: `\text{A}`, `\mathrm{e}`."""
     content = found[1]
     if _FUNCTION_NAME.fullmatch(content):
         return f"\\{content} "
@@ -315,7 +313,7 @@ def _remove_style(found: re.Match[str]) -> str:
 
 
 def _split_unit(text: str) -> tuple[str, list[str]]:
-    """Return a formula without unit, and trailing words if one is no unit."""
+    """Return a formula, and the words after it if one is no unit."""
     tail = _MACRO_TAIL.search(text) or _WORD_TAIL.search(text)
     if tail is None:
         return text, []
@@ -381,9 +379,9 @@ def _to_formula(text: str) -> str:
 
 
 def _bracket_arguments(text: str) -> str:
-    r"""Put arguments in brackets: the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
+    r"""Put arguments in brackets, as the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
 
-    Return "" if the argument may be a quotient: `\sin \pi/6`."""
+    Returns "" if the argument may be a quotient: `\sin \pi/6`."""
     for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner first: `\ln\sin x`
         start = found.start("argument")
         _, length, _ = next(pieces(text[found.end() :], _ARGUMENT_END))
@@ -401,7 +399,7 @@ def _format_fraction(found: re.Match[str]) -> str:
 
 
 def _convert_base(found: re.Match[str]) -> str:
-    """Return the value of 4343_6; else the text."""
+    """Return the value of 4343_6, else the text."""
     digits, base = found[1] or found[2], int(found[3] or found[4])
     try:
         return str(int(digits, base)) if 2 <= base <= 36 and len(digits) < 100 else found[0]

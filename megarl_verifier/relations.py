@@ -1,6 +1,6 @@
-r"""Parse answers with relations, as text, in linear time: names with values, and equations.
+r"""Parse relations, as text in linear time (docs/verifiers.md).
 
-`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation (docs/verifiers.md)."""
+`x = 1 \text{ or } 2` gives a name two values; `2x + y = 3` is an equation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _GREEK = (
 _LETTER = rf"(?:{_GREEK}|[A-Za-z])"
 _INDEX = r"(?:\s?(?:_\s?(?:\{[^{}]*\}|[A-Za-z0-9])|'|\^\s?(?:\\prime|\{(?:\\prime)+\}|\*)))*"
 _ITEMS = rf"(?:{_LETTER}|[0-9]+)(?:\s?,\s?(?:{_LETTER}|[0-9]+))*"
-# A word, an angle, a segment, f(x), (x, y), a letter; with index or prime. `xy` is a product.
+# Word, angle, segment, f(x), (x, y) or letter. `xy` is a product.
 _NAME = re.compile(
     r"(?P<word>\\(?:text|mathrm|operatorname)\s?\{[^{}]*\}|[A-Za-z]{4,}(?: [A-Za-z]{2,})*)"
     r"|\|[A-Z]{2,4}\||\\frac\s?\{[A-Z]{2,4}\}\s?\{[A-Z]{2,4}\}"
@@ -80,7 +80,7 @@ _UNIT = re.compile(r"\\(?:text|mathrm|circ)(?![A-Za-z])|\u00b0")
 
 @dataclass(frozen=True)
 class Relation:
-    """`left operator right`; operators but = != < <= > >= are texts, '' is no relation."""
+    """`left operator right`. Operators other than = != < <= > >= are texts; '' is no relation."""
 
     left: str
     operator: str
@@ -88,7 +88,7 @@ class Relation:
 
     @property
     def solved(self) -> bool:
-        """True if it bounds one name by a constant."""
+        """True if it compares one name with a constant."""
         pair = (self.left, self.right)
         return any(_read_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
 
@@ -97,10 +97,10 @@ class Relation:
 class ParsedAnswer:
     """An answer with relations.
 
-    values     name -> its values in order
+    values     name -> values in order
     relations  those that give no name a value
-    words      names such as Area, which match any other name
-    constants  of each chain `a = 2 + 2 = 4`, the sides without letters and units, which must be equal"""
+    words      names such as Area, which match any other
+    constants  of each chain the sides without letters and units, which must be equal"""
 
     text: str
     values: dict[str, tuple[str, ...]]
@@ -115,13 +115,13 @@ class ParsedAnswer:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """Values of all names, row by row; [] if their numbers differ."""
+        """Values of all names by row; [] if their numbers differ."""
         columns = list(self.values.values())
         return list(zip(*columns, strict=True)) if len({len(column) for column in columns}) == 1 else []
 
     @property
     def last(self) -> str | None:
-        """All values, or the right side of `m + n = 7`. None for `2x = 4`, perhaps the question."""
+        """Values, or the right side of `m + n = 7`; None for `2x = 4`, perhaps the question."""
         if not self.relations:
             if len(self.rows) > 1 and len(self.values) > 1:
                 return format_tuples(self.rows)
@@ -144,7 +144,7 @@ def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
 
 @lru_cache(maxsize=1024)
 def read_relations(text: str) -> ParsedAnswer | None:
-    """Return None if there is no relation outside of brackets."""
+    """Parse relations outside of brackets; None if there are none."""
     if not _OPERATOR.search(text):
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
@@ -190,7 +190,7 @@ def read_relations(text: str) -> ParsedAnswer | None:
 
 
 def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
-    """Split `a = b = c` or `1 < x <= 2` into named values and other relations."""
+    """Split a chain into named values and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
         at = operators.index("~")
         if at == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236
@@ -238,14 +238,14 @@ def find_formulas(text: str) -> Iterator[str]:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Ignore separators in brackets and environments, and empty parts."""
+    """Split outside of brackets and environments; drop empty parts."""
     marks = " \t\n,;:*_`"
     parts = (text[start:end].lstrip(marks).rstrip(marks + ".") for start, end, _ in pieces(text, separator))
     return [part for part in parts if part]
 
 
 def pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, separator after it) of each piece."""
+    """Yield start, end and following separator of each piece."""
     depth = start = at = 0
     while at < len(text):
         if depth <= 0 and (found := separator.match(text, at)):

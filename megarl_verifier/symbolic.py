@@ -1,7 +1,7 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-Compares relations itself: math-verify compares only right sides or solves both, so the question would be its
-own answer. docs/verifiers.md has the rules. Run it in a VerifierPool, since it has no time limit."""
+Compares relations itself: math-verify compares right sides or solves both, so the question would be its own
+answer. Run it in a VerifierPool, as it has no time limit."""
 
 from __future__ import annotations
 
@@ -45,17 +45,16 @@ from megarl_verifier.values import (
     symbol_case,
 )
 
-# It warns about disabled time limits, which need SIGALRM; the pool uses that.
+# It warns about disabled time limits, which need SIGALRM.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _TAIL = 1000
-# Several are joined by `or`, `and` or a comma.
 _FORMULA = r"(?:\$\$?[^$]+\$\$?|\\\([^\n]{1,300}?\\\)|\\\[.{1,300}?\\\])"
 _NUMBER = r"(?:(?<![^\s=(])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+|/[0-9]+)?%?(?![0-9A-Za-z/^_]))"
 _JOINED = r"(?:\s*(?:,?\s*(?:and|or)\s|,)\s*)"
 _FORMULAS = re.compile(f"{_FORMULA}(?:{_JOINED}{_FORMULA})*", re.DOTALL)
 _NUMBERS = re.compile(f"{_NUMBER}(?:{_JOINED}{_NUMBER})*")
-# The reference of a multiple choice is one letter, which starts the answer.
+# A reference of one letter is a choice.
 _CHOICE = re.compile(r"\(?([A-Z])\)?\.?")
 _LABELLED = re.compile(
     r"(?i:(?:the\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?(?:\(([A-Z])\)|([A-Z])(?=[).:]|$))[).:]*(?=\s|$)(.*)",
@@ -67,7 +66,7 @@ _OTHER_LABEL = re.compile(
     re.DOTALL,
 )
 
-# After these (numbers, words, delimited formulas) `!` ends a sentence; else it is a factorial.
+# After numbers, words and delimited formulas `!` is no factorial.
 _EXCLAIMED = re.compile(
     r"(?:.*(?<![\\A-Za-z])[A-Za-z]{2,}\s.*|.*(?<![\\A-Za-z])[A-Za-z]{2,}|(?:.*=)?[-+\s]*[0-9.,/]+\s*%?"
     r"|\([^()]*,[^()]*\)|-?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|.*\\text\s*\{[^{}]*\}|.*[^A-Za-z0-9)}\]])"
@@ -79,11 +78,7 @@ _DIGITS = 40
 
 
 def verify_math(response: str, answer: str) -> Judgement:
-    r"""Compare the final answer of `response` with `answer` mathematically.
-
-    It is the last `Answer:` line or its boxes after the thoughts. Else it is the last `<answer>`, `\boxed{}`,
-    or formula or number of the last 1,000 characters, in this order. Implausible answers (over 300
-    characters, brackets 16 deep) are compared as text."""
+    """Compare final answers by the rules of docs/verifiers.md."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None
     found = _final_answer(response, answer, is_relation=gold is not None)
@@ -110,7 +105,7 @@ def verify_math(response: str, answer: str) -> Judgement:
 
 
 def _contradicts_itself(answer: ParsedAnswer) -> bool:
-    """A chain of equations has different values: `x = 5 = 4`."""
+    """Return whether a chain has different values: `x = 5 = 4`."""
     for first, *others in filter(None, answer.constants):
         for other in others:
             if _is_readable(first) and _is_readable(other) and not _equal(first, other):
@@ -124,7 +119,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
-    """Return None if there is none or its end was cut off."""
+    """Return None if it is absent or cut off."""
     text = final_part(response)
     _, tag, tagged = text.rpartition("<answer>")
     tagged, end, after = tagged.partition("</answer>")
@@ -142,7 +137,7 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
         return boxed
     if tag and text is tagged:
         return tagged.strip()
-    # A number could be one side of a relation.
+    # Of a relation, a number could be one side.
     patterns = (_FORMULAS,) if is_relation else (_FORMULAS, _NUMBERS)
     tail = text[-_TAIL:].replace("\\$", "")
     return next((last for one in patterns for last in [one.findall(tail)[-1:]] if last), [None])[0]
@@ -171,7 +166,7 @@ def _vote_text(found: str) -> str | None:
 
 
 def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
-    """Return the value as sympy prints it, for votes."""
+    """Format the value for votes."""
     exact = attempt(rational, parsed)
     text = attempt(str, parsed if exact is None else exact)
     return None if text is None else normalise(text)
@@ -180,7 +175,7 @@ def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
 def _equal(answer: str, found: str) -> bool:
     numbers = simple_number(answer), simple_number(found)
     if numbers[0] and numbers[1]:
-        # The parser is about a hundred times slower.
+        # The parser is much slower.
         return equal_numbers(*numbers[0], *numbers[1])
     gold, mine = read_notation(answer), read_notation(without_prose(found))
     if mine.text != "" and gold.text in (mine.text, text_form(found)):
@@ -202,7 +197,7 @@ def _equal_formulas(gold: str, mine: str) -> bool:
     if pair[0] is None or pair[1] is None:
         return False
     for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
-        # The parser reads `1, 2` as a set, and a pair as an open interval.
+        # The parser reads `1, 2` as a set, and pairs as open intervals.
         is_set = isinstance(value, sympy.FiniteSet) and text.startswith(("\\{", "{", "\\lbrace"))
         if is_set and isinstance(other, sympy.Tuple | sympy.Interval):
             return False
@@ -211,9 +206,7 @@ def _equal_formulas(gold: str, mine: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _parse(formula: str) -> Basic | MatrixBase | None:
-    """Return None if any part is unreadable.
-
-    Cached: a group has one reference, often one answer. Callers must not change the value."""
+    """Parse; None if a part is unreadable. Callers must not change the cached value."""
     try:
         return parse(formula)
     except Unreadable:
@@ -221,9 +214,9 @@ def _parse(formula: str) -> Basic | MatrixBase | None:
 
 
 def _matches_values(gold: ParsedAnswer, found: str) -> bool:
-    """Return whether `found`, without names, has the reference's values in order."""
+    """Return whether `found` is the reference's values, in order and without names."""
     if gold.relations:
-        # An interval can answer an inequality; a right side cannot answer an equation.
+        # An interval can answer an inequality; a side cannot answer an equation.
         inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
         return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
@@ -263,9 +256,9 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Compare left minus right, up to a factor that is positive unless the operator is mirrored.
+    """Compare left minus right, up to a constant; a negative one mirrors the operator.
 
-    If the reference is solved, the answer must be, as it could be the question itself."""
+    An unsolved answer to a solved reference is wrong, as it could be the question."""
     if gold.solved and not mine.solved:
         return False
     ratio = attempt(_find_ratio, gold, mine)
@@ -277,9 +270,9 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def _subtract_sides(relation: Relation) -> Expr | None:
-    """Return left minus right, of an equation its numerator, with exact decimals.
+    """Return left minus right (of an equation, the numerator), f(x) and derivatives as symbols.
 
-    f(x) and derivatives become symbols. None for an integral, sum, product, limit or non-number."""
+    None for matrices, integrals, sums, products, limits and unreadable sides."""
     sides = []
     for text in (relation.left, relation.right):
         formula = read_notation(text, inside=True).formula
@@ -297,9 +290,7 @@ def _subtract_sides(relation: Relation) -> Expr | None:
 
 
 def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
-    """Return difference(mine) / difference(gold) if it is constant, real and not 0 at random points.
-
-    A polynomial that is zero at random points is zero."""
+    """Return the ratio of the differences if it is real, not 0, and equal at random points."""
     a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None

@@ -1,7 +1,7 @@
-"""Parse formulas and compare their values: numbers by ratio, letters at random points.
+"""Parse formulas and compare their values, with letters at random points.
 
-`latex2sympy2_extended` would drop or guess a number's base, a prime and a transposed number; these are
-refused here. Numbers too large for `_check_size`, such as `9^{9^9}`, are never evaluated."""
+Refuses bases, primes and transposed numbers, which `latex2sympy2_extended` drops or guesses. Huge numbers,
+such as `9^{9^9}`, are never evaluated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NORMALIZATION = NormalizationConfig(
 )
 _UNDONE = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, Derivative)  # never evaluated
 _MAX_DIGITS = 5000  # of an intermediate number
-# sympy raises denominators to the degree of their root, which takes seconds.
+# sympy slowly raises denominators to their root's degree.
 _MAX_ROOT_DIGITS = 100_000
-_GUARD_DIGITS = 50  # beyond those of a formula's largest or smallest number
-_SLOW_DIGITS = 200  # with more, the gamma function or floor(x^x) takes seconds
-_LOST_DIGITS = 20  # lost to rounding at most; exact values agree in the others
+_GUARD_DIGITS = 50  # beyond those of a formula's numbers
+_SLOW_DIGITS = 200  # more take seconds in gamma functions or floor(x^x)
+_LOST_DIGITS = 20  # lost to rounding at most
 _LARGEST, _SMALLEST = 3.0, 0.2  # of letters
 _POINTS, _TRIES, _ENOUGH = 8, 40, 3
 _SCALES, _CONSTANTS = (10, 100, 1000), 8  # for functions like |x|
@@ -42,7 +42,7 @@ _BENT = (
 
 
 class Unreadable(Exception):
-    """A part of the formula cannot be parsed, or a number is too large to evaluate."""
+    """A part cannot be parsed, or a number is too large."""
 
 
 class _Undefined(Exception):
@@ -54,7 +54,7 @@ class _Parser(Latex2Sympy):
         super().__init__(is_real=is_real, config=ConversionConfig(lowercase_symbols=False))
 
     def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
-        """The parent reads `(2)(3)` as a mixed number, 5."""
+        """Multiply `(2)(3)`, which the parent reads as a mixed number, 5."""
         first = self.convert_postfix(arr[i])
         if isinstance(first, list) or i == len(arr) - 1:
             return super().convert_postfix_list(arr, i)
@@ -80,7 +80,7 @@ class _Parser(Latex2Sympy):
         return super().convert_comp(comp)
 
     def convert_interval(self, expr: Any) -> Any:
-        """Refuse ends that are equal except in form: sympy takes seconds to compare such roots."""
+        """Refuse ends that are equal roots in different forms, which sympy compares slowly."""
         ends = [self.convert_expr(one) for one in expr.expr()]
         names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
@@ -103,7 +103,7 @@ class _Parser(Latex2Sympy):
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
         for one in args:
-            if one.free_symbols:  # sympy's greatest common divisor of letters is 1
+            if one.free_symbols:  # sympy returns 1
                 raise Unreadable
             _check_size(one)
         return super().handle_gcd_lcm(f, args)
@@ -113,9 +113,9 @@ def parse(formula: str) -> Basic | MatrixBase:
     text = normalize_latex(formula, _NORMALIZATION)
     try:
         value = _Parser(is_real=not should_treat_as_complex(text)).parse(text)
-    except MemoryError:  # the pool's limit: recorded as such
+    except MemoryError:  # the pool's limit
         raise
-    except Exception as error:  # the parser raises errors of any class
+    except Exception as error:  # the parser raises any class
         raise Unreadable from error
     if not isinstance(value, Basic | MatrixBase):
         raise Unreadable
@@ -126,8 +126,8 @@ def parse(formula: str) -> Basic | MatrixBase:
 def equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
     """Return whether two parsed answers have the same value.
 
-    An integral, sum, product, limit or derivative equals only itself, up to its bound variable. Evaluating
-    it may take minutes, and would make the question its own answer."""
+    An integral, sum, product, limit or derivative equals only itself: evaluation may take minutes, and would
+    make the question its own answer."""
     if is_undone(gold) or is_undone(mine):
         return bool(gold.as_dummy() == mine.as_dummy())
     return _equal(gold, mine)
@@ -170,7 +170,7 @@ def _has_matrix(*values: Basic) -> bool:
 
 
 def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
-    """Return a list's, set's, tuple's or union's entries, else None. An open interval may be a pair."""
+    """Return entries of a set, tuple or union, else None. An open interval may be a pair."""
     if isinstance(value, sympy.FiniteSet):
         return list(getattr(value, "_unsorted_args", value.args))
     if isinstance(value, sympy.Tuple | sympy.Union):
@@ -187,7 +187,7 @@ def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
     r"""Return whether two expressions are equal at all points where both are real.
 
-    `\\sqrt{L}/\\sqrt{g}` equals `\\sqrt{L/g}`, real for positive letters only; `\\sqrt{x^2}` is not `x`."""
+    `\sqrt{L}/\sqrt{g}` equals `\sqrt{L/g}`; `\sqrt{x^2}` is not `x`."""
     if gold == mine:
         return not gold.has(sympy.nan, sympy.zoo)
     infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
@@ -211,9 +211,8 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
 def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
-    """Yield both values at random points where both are real, else complex ones at positive points."""
+    """Yield values at random points where both are real, else at positive points."""
     draw = random.Random(0)
-    # Both signs too, so that |x| differs from x.
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
     near = (near_point(names, draw, digits, pair) for pair in signs)
     far = iter(far_points(names, draw, digits, (gold, mine)))
@@ -243,7 +242,7 @@ def near_point(
 def far_points(
     names: Sequence[str], draw: random.Random, digits: int, expressions: Iterable[Expr]
 ) -> list[dict[str, Float]]:
-    r"""Return points around each constant, and at larger scales, for bends like `|x - 4|`; else []."""
+    r"""Return points around constants and at larger scales for bends like `|x - 4|`."""
     if not any(map(has_bend, expressions)):
         return []
     nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
@@ -264,7 +263,7 @@ def far_points(
 
 
 def has_bend(expression: Expr) -> bool:
-    """Return whether a function is piecewise, such as |x|."""
+    """Return whether an expression may be piecewise, such as |x|."""
     roots = any(
         isinstance(power.exp, Rational) and power.exp.q % 2 == 0 and not power.base.is_Atom
         for power in expression.atoms(Pow)
@@ -274,19 +273,19 @@ def has_bend(expression: Expr) -> bool:
 
 
 def _has_gamma(expression: Expr) -> bool:
-    """Return whether a gamma function, factorial or binomial has a non-integer argument."""
+    """Return whether a factorial, gamma function or binomial has a non-integer argument."""
     found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
     return any(not one.is_Integer for function in found for one in function.args)
 
 
 def _plain_symbols(expression: Expr) -> Expr:
-    """Replace unknown functions, f(x), by symbols."""
+    """Replace unknown functions f(x) by symbols."""
     unknown = expression.atoms(AppliedUndef)
     return expression.xreplace({one: Symbol(str(one)) for one in unknown}) if unknown else expression
 
 
 def symbol_case(*expressions: Expr) -> Callable[[str], str]:
-    """Return `str`, if both cases of a letter (R and r) occur, else `str.lower`."""
+    """Return `str` if a letter occurs in both cases, else `str.lower`."""
     for one in expressions:
         names = {symbol.name for symbol in one.free_symbols}
         if len({name.lower() for name in names}) < len(names):
@@ -297,9 +296,9 @@ def symbol_case(*expressions: Expr) -> Callable[[str], str]:
 def _evaluate(
     node: Basic, point: Mapping[str, Expr], case: Callable[[str], str], digits: int, real: bool
 ) -> Expr:
-    """Return a Rational if no root is taken, else a number with `digits` digits.
+    """Return a Rational if possible, else a number with `digits` digits.
 
-    real: raise _Undefined if any part is not real."""
+    real: raise _Undefined if a part is not real."""
     if isinstance(node, Symbol):
         return point[case(node.name)]
     if isinstance(node, Float):
@@ -323,7 +322,7 @@ def _evaluate(
 
 
 def _is_odd_root(base: Expr, exponent: Expr) -> bool:
-    """Recognise odd roots of negative numbers, real here."""
+    """Return whether it is an odd root of a negative number, real here."""
     is_odd = isinstance(exponent, Rational) and exponent.q > 1 and exponent.q % 2 == 1
     return is_odd and base.is_negative is True
 
@@ -346,7 +345,7 @@ def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bo
 
 
 def rational(number: Basic | MatrixBase) -> Rational | None:
-    """Return the exact value, or None if it has roots."""
+    """Return the exact rational value, else None."""
     if not isinstance(number, Expr) or number.free_symbols or is_undone(number):
         return None
     value = _evaluate(number, {}, str, _GUARD_DIGITS, False)
@@ -358,9 +357,7 @@ def _six_places(value: Expr) -> int:
 
 
 def _check_size(node: Basic | MatrixBase) -> float:
-    """Bound the decimal digits before or after the point of any number in an expression.
-
-    Raises Unreadable above _MAX_DIGITS."""
+    """Bound all numbers' digits before or after the point. Raises Unreadable above _MAX_DIGITS."""
     try:
         size = _estimate_digits(node)
     except (OverflowError, RecursionError) as error:
@@ -409,10 +406,10 @@ def _digits(number: int) -> float:
 
 
 def attempt(function: Callable[..., T], *arguments: Any) -> T | None:
-    """Return None if sympy fails, as with RecursionError, ValueError (long integers), NotImplementedError."""
+    """Return None if sympy fails, except for lack of memory."""
     try:
         return function(*arguments)
-    except MemoryError:  # the pool's limit: recorded as such
+    except MemoryError:  # the pool's limit
         raise
     except Exception:  # noqa: BLE001
         return None

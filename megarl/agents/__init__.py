@@ -1,3 +1,1 @@
-"""Multi-turn episodes: tools, environments, agents with an endpoint, and user coroutines.
-
-A run with single-turn responses never imports this package."""
+"""Multi-turn episodes, which single-turn runs never import."""

@@ -1,7 +1,6 @@
 """Chat templates and tool calls of episodes: tokens in, tokens out.
 
-Sampled tokens stay; later messages are rendered, tokenised separately and appended. That needs a template
-that only appends, so `check_template` rejects others before the run."""
+New messages are appended to sampled tokens, so `check_template` rejects templates that do more."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
 from megarl.rewards.verdict import Verdict
 
-_MAX_CALLS = 16  # in one turn; a policy that repeats itself would block the tools for hours
+_MAX_CALLS = 16  # in one turn; a repetitive policy would block the tools
 _CALL_BEGINS, _CALL_ENDS = "<tool_call>", "</tool_call>"
 _THOUGHTS_END = "</think>"
 _SPACE, _SEPARATORS = re.compile(r"\s*"), re.compile(r"[; \n\t,]*")
@@ -36,7 +35,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
-    """Return the token that every conversation starts with. Raises ConfigError if they differ."""
+    """Return the first token of all conversations. Raises ConfigError if it differs."""
     chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
     first = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
     with suppress(ValueError):  # some templates refuse system messages
@@ -56,9 +55,10 @@ def check_template(
 ) -> None:
     """Raise ConfigError with the first difference if a chat template does more than append.
 
-    Renders 1 to 4 turns, with and without thoughts. Ignores white space, because templates strip contents.
+    Renders 1 to 4 turns with thoughts, and without if the template has no case for them. Ignores white space,
+    which templates strip.
 
-    shown      roles of the messages that the policy is shown
+    shown      roles of messages for the policy
     variables  data.chat_template_kwargs"""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
@@ -76,7 +76,7 @@ def check_template(
 
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
-    for schema in chat.tools:  # an MCP server's schemas are not trusted
+    for schema in chat.tools:  # do not trust an MCP server's schemas
         if chat.named and (found := chat.named.search(json.dumps(schema, ensure_ascii=False))):
             name = schema.get("function", schema).get("name")
             what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
@@ -125,7 +125,7 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call that the policy wrote; `error`: why it is invalid."""
+    """A tool call; `error`: why it is invalid."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -133,11 +133,7 @@ class Call:
 
 
 def detect_call_format(tokenizer: Any) -> str:
-    """Return the format of tool calls, from the tokenizer or its chat template. Raises ConfigError.
-
-    response_template  parsed by transformers
-    hermes             JSON in <tool_call>
-    json               a JSON object that is the whole turn"""
+    """Return the format of tool calls (docs/episodes.md). Raises ConfigError."""
     if getattr(tokenizer, "response_template", None):
         return "response_template"
     source = str(tokenizer.chat_template)
@@ -150,9 +146,9 @@ def detect_call_format(tokenizer: Any) -> str:
 
 
 def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = "") -> tuple[str, list[Call]]:
-    """Return the text around the policy's tool calls, and the calls. Never raises for the text.
+    """Return the text around tool calls, and the calls. No text makes it raise.
 
-    prefix: how the template starts an assistant's turn"""
+    prefix: how the template starts a turn"""
     if form == "response_template":
         try:
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
@@ -201,7 +197,7 @@ def _hermes_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Return the index of the first `</think>`'s end, unless that is inside the JSON of a call; else 0."""
+    """Return the end of the first `</think>`, or 0 if there is none outside a call's JSON."""
     end = text.find(_THOUGHTS_END)
     tag = text.find(_CALL_BEGINS)
     if 0 <= tag < end and not text.lstrip().startswith("<think>"):
@@ -212,7 +208,7 @@ def _end_of_thoughts(text: str) -> int:
 
 
 def _json_behind(text: str, tag: int) -> tuple[Any, int]:
-    """Return the JSON value after a tag, and its end. Raises ValueError and RecursionError."""
+    """Return the JSON after a tag, and its end. Raises ValueError and RecursionError."""
     return _JSON.raw_decode(text, _skip(_SPACE, text, tag + len(_CALL_BEGINS)))
 
 
@@ -242,9 +238,7 @@ def _failed(why: str, name: str = "") -> Call:
 
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of functions and of MCP servers' tools, by path.
-
-    Raises ConfigError as `build_schema` and `list_tools`, and for two tools with the same name."""
+    """Return the schemas of functions and MCP servers' tools, by path. Raises ConfigError."""
     by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
         by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
@@ -255,9 +249,9 @@ def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
-    """Return the episode of `rollout.tools`, which an answer without calls ends.
+    """Return the episode of `rollout.tools`, which runs a turn's calls concurrently.
 
-    Calls of one turn run concurrently; results are shown in their order. paths: by name of the tool."""
+    paths: by tool name"""
     form = detect_call_format(chat.tokenizer)
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
@@ -265,7 +259,7 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
         for turns in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
-            if not calls or turn.finish == "length":  # it may hold only part of a call
+            if not calls or turn.finish == "length":  # perhaps a partial call
                 return
             running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
             results = await asyncio.gather(*running, return_exceptions=True)
@@ -294,14 +288,14 @@ async def _run(policy: Policy, paths: Mapping[str, str], number: int, call: Call
 
 
 def play(chat: ChatTurns | None) -> EpisodeFunction:
-    """Return the episode of `rollout.environment`, whose verdict is the response's."""
+    """Return the episode of `rollout.environment`, which grades it."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Verdict:
         tokens: Sequence[int] = ()
         done, shown = False, await policy.reset()
         if shown in (prompt.question, prompt.text):
             shown = ""
-        with suppress(EpisodeTruncated):  # grade the turns so far
+        with suppress(EpisodeTruncated):
             while not done:
                 if shown:
                     messages = [{"role": "user", "content": shown}]
@@ -316,5 +310,5 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
 
 
 def make_call_id(turn: int, number: int) -> str:
-    """Return nine characters, as Mistral's templates require."""
+    """Make an id of nine characters, as Mistral's templates require."""
     return f"c{turn % 10000:04}{number % 10000:04}"

@@ -1,4 +1,4 @@
-"""Render the messages that the policy is shown, with the tokenizer's chat template."""
+"""Render messages for the policy with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _MARKS = range(ord(MARK), 0x110000), range(0x3400, 0xD800)
 
 class ChatTurns(ChatTemplate):
     def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens before the first turn. Raises ValueError if the template refuses the messages.
+        """Return the tokens before the first turn. Raises ValueError if the template fails.
 
-        Here and in `after`, special tokens in contents become plain text."""
+        Special tokens in contents become plain text."""
         neutral, hidden, mark = self._neutral(messages)
         return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
 
     def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens between two turns of the policy, which show it `messages`. See `first`.
+        """Return the tokens that show `messages` after a turn, as `first` does.
 
-        ended_with: tokens of the last turn. If they end with an end-of-turn token, the template's is left
-        out, and so is a start-of-turn token that the policy wrote."""
+        ended_with: that turn's tokens, whose end-of-turn or next start-of-turn token is not repeated."""
         neutral, hidden, mark = self._neutral(messages)
         tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
         last = list(ended_with[-1:])
@@ -39,7 +38,7 @@ class ChatTurns(ChatTemplate):
         return tuple(tokens)
 
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
-        """Replace control tokens' texts by marks. Returns messages, replaced texts and the delimiter."""
+        """Replace texts of control tokens; return messages, texts and delimiter."""
         used = set(json.dumps(messages, ensure_ascii=False, default=str))
         mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
         if mark is None:

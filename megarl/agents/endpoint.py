@@ -1,7 +1,6 @@
-"""An OpenAI-compatible endpoint on loopback, for agents that know nothing of megarl (`rollout.agent`).
+"""An OpenAI-compatible endpoint on loopback, for `rollout.agent`.
 
-Each response is a session with its own address. New messages are appended to sampled tokens, so a history
-that does not extend the sampled one leaves the response ungraded. Needs aiohttp."""
+Each response is a session, whose history may only grow, as new messages are appended to sampled tokens."""
 
 from __future__ import annotations
 
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
 Agent = Callable[[str, str, dict[str, Any]], Awaitable[Verdict | bool | float | None]]
 
 _MAX_BYTES = 4 << 20  # a history of a million tokens
-# Any user can connect. So that connections without a valid api_key do not use up descriptors, the oldest is
-# closed beyond this, or a quarter of the process's limit.
+# Any user can connect. Beyond this, or a quarter of the descriptors, the oldest connection without a valid
+# api_key is closed.
 _MAX_UNAUTHENTICATED = 4096
 _UNAUTHENTICATED_SECONDS = 10.0
-# Agents often send these by default, but the run decides how tokens are sampled.
+# The run determines sampling.
 _IGNORED = {
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "user", "metadata", "store", "stream_options",
     "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key", "reasoning_effort",
 }  # fmt: skip
 _READ = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream"}
-# These would change the answer: only the values that apply anyway are accepted.
+# Only the values that apply anyway are accepted.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
@@ -50,7 +49,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 class Refused(Exception):
-    """A request without answer; `ungraded`: agent and policy have different conversations."""
+    """A refused request; `ungraded`: the conversations of agent and policy differ."""
 
     def __init__(self, text: str, code: str = "invalid_request", *, ungraded: bool = False) -> None:
         super().__init__(text)
@@ -65,7 +64,7 @@ def check_installed() -> None:
 
 
 class Endpoint:
-    """A worker's server, on the event loop of its first session. seconds: longest time without a request."""
+    """A worker's server. seconds: maximum time between requests."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class Endpoint:
                 runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
                 await runner.setup()
                 loop = asyncio.get_running_loop()
-                # A new context: the server's tasks are not the first episode's.
+                # A new context: its tasks are not the first episode's.
                 start = loop.create_server(partial(self._accept, runner), "127.0.0.1", 0)
                 self._server = await loop.create_task(start, context=Context())
                 self._runner = runner
@@ -128,7 +127,7 @@ class Endpoint:
             await runner.cleanup()
 
     def chat(self, tools: Sequence[Mapping[str, Any]]) -> ChatTurns:
-        """Raise ConfigError if the template rewrites history or cannot show tools."""
+        """Return a cached ChatTurns. Raises ConfigError for an unsuitable template."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
             shown = ("tool", "user") if tools else ("user",)
@@ -215,9 +214,9 @@ def _error(status: int, refused: Refused) -> web.Response:
 
 @dataclass
 class Session:
-    """The conversation of an agent with the policy, for one response.
+    """An agent's conversation with the policy, for one response.
 
-    history  in the form of `_message`, for comparison
+    history  messages as `_message` returns them
     _end     its exception ends the episode, whatever the agent does"""
 
     endpoint: Endpoint
@@ -233,9 +232,9 @@ class Session:
     _end: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, agent: Awaitable[Any]) -> Any:
-        """Await the agent. Raises the error that ended the episode earlier, if any.
+        """Await the agent, and raise the error that ended the episode earlier, if any.
 
-        An agent that fails after the policy had no turn or token left raises EpisodeTruncated."""
+        Raises EpisodeTruncated if the agent fails when no turn or token is left."""
         task, limit = asyncio.ensure_future(_run_agent(agent)), self.endpoint.seconds
         try:
             while not task.done() and not self._end.done():
@@ -266,8 +265,8 @@ class Session:
                 task.exception()  # mark it as retrieved
             self._stop(EpisodeAborted())
             self._end.exception()
-            # A request that the agent did not wait for is still a turn: let it finish. At the rollout's end
-            # (cancelled) no engine answers.
+            # A request that the agent did not await is still a turn: finish it, except at the rollout's end,
+            # when no engine answers.
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 async with self._answering:
                     pass
@@ -350,7 +349,7 @@ class Session:
         }
 
     def _tokenize_new(self, chat: ChatTurns, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of the new messages. Raises Refused unless `messages` extend the history."""
+        """Tokenise the new messages. Raises Refused unless `messages` extend the history."""
         known = len(self.history)
         for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
             if was != now:
@@ -378,7 +377,7 @@ class Session:
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
-    """A sys.exit ends only the agent."""
+    """Await the agent; a sys.exit ends only it."""
     try:
         return await agent
     except SystemExit as error:
@@ -418,7 +417,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """Return a message without empty fields, its content a text. Raises Refused."""
+    """Return a message with text content and without empty fields. Raises Refused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused(f"messages[{index}]: needs a role")
     content = message.get("content")

@@ -1,7 +1,6 @@
-"""The policy as an episode's coroutine sees it: turns, with tools or an environment between them.
+"""The policy as an episode's coroutine sees it (docs/episodes.md).
 
-Shown tokens are context, not trained on (docs/episodes.md). A resumed episode runs again from its start and
-replays its journal of turns and results of calls."""
+A resumed episode runs from its start, and replays its journal of turns and call results."""
 
 from __future__ import annotations
 
@@ -31,18 +30,18 @@ class EpisodeTruncated(BaseException):
 
 
 class ToolError(Exception):
-    """A tool raised, or exceeded time or memory. If the episode does not catch it, the response is wrong."""
+    """A tool raised or exceeded a limit. Uncaught, it makes the response wrong."""
 
 
 class ToolUnavailable(Exception):
-    """A tool could not run, not because of the policy: the response is ungraded."""
+    """A tool failed, but not because of the policy: the response is ungraded."""
 
 
 @dataclass(frozen=True)
 class Turn:
     """A turn of the policy.
 
-    finish: "stop" (end-of-sequence or a stop text, included in the tokens) or "length"."""
+    finish: "length" or "stop"; tokens include the end-of-sequence token or stop text."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -50,23 +49,21 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """Return the text without the end-of-turn token."""
+        """Text without end-of-turn token."""
         return policy_text(self.tokenizer, self.tokens)
 
 
 @dataclass
 class Policy:
-    """The policy in one episode, with all that was written and shown.
+    """The policy in one episode.
 
-    seed            of the response; each turn has its own
-    params          max_tokens limits the policy's tokens in all turns together
-    earlier         tokens of an earlier run of the episode
+    seed            of the response; turns derive theirs
+    params          max_tokens limits the sampled tokens of all turns together
+    earlier         tokens of an earlier run
     shared_prompts  update.share_prompts: nothing may be shown before the first turn
-    lenient         from the replay's first difference to the journal, turns are sampled anew
-    key             configuration key of the episode, for messages
+    lenient         if a replay shows other tokens, sample anew from there
     notify          called when `in_engine` may have changed
-    truncated       no turn or token is left
-    aborted         the next request of the episode ends it"""
+    aborted         the next request ends the episode"""
 
     prompt: Prompt
     client: EngineClient
@@ -85,7 +82,7 @@ class Policy:
     truncated: bool = False
     aborted: bool = False
     generating: bool = False
-    _raised_aborted: bool = False  # the episode is incomplete, even if it catches EpisodeAborted
+    _raised_aborted: bool = False  # incomplete, even if the episode catches it
     _observed: list[int] = field(default_factory=list)  # after the last turn
     _texts: list[str] = field(default_factory=list)  # given to the environment
     _state: State | None = None
@@ -104,19 +101,19 @@ class Policy:
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may still write."""
+        """Tokens that may still be sampled."""
         total = self.written.num_tokens + len(self._observed)
         left = self.params.max_tokens - self.written.num_sampled
         return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
 
     @property
     def waiting(self) -> str:
-        """Name of the tool, environment or agent that the episode waits for, or ""."""
+        """Name of the awaited tool, environment or agent, or ""."""
         return self._waits[0] if self._waits else ""
 
     @property
     def in_engine(self) -> bool:
-        """True if the episode is, or is about to be, in the engine."""
+        """True if it is, or soon will be, in the engine."""
         return self.generating or not self._waits
 
     @contextmanager
@@ -130,10 +127,9 @@ class Policy:
             self.notify()
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
-        """Sample the policy's next turn. `stop`: texts that end it, in addition to `rollout.stop`.
+        """Sample the next turn. stop: texts that end it, in addition to `rollout.stop`.
 
-        Raises EpisodeAborted if the rollout ends first, and EpisodeTruncated if no turn or token is left;
-        later calls raise it again."""
+        Raises EpisodeAborted if the rollout ends first, EpisodeTruncated if no turn or token is left."""
         self._refuse_if_aborted()
         self._refuse_while_generating("generate")
         if self.turns >= self.limits.max or self.room < 1:
@@ -166,19 +162,19 @@ class Policy:
         return Turn(tuple(data.tokens.tolist()), data.finish_reason, self.tokenizer)
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
-        """Return the next turn's tokens if an earlier run sampled any. max_tokens: limit of the turn now."""
+        """Return the next turn's tokens if an earlier run sampled any. max_tokens: its present limit."""
         recorded = self._next_entry("turn")
         if recorded is None:
             return None
         assert self.earlier is not None
-        # A later observation was never among the earlier tokens.
+        # Earlier tokens lack observations after the last turn.
         first = self.written.num_tokens + len(self._observed)
         if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
             self._to_replay = []
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")
             return None
-        # Without the experts of later tokens: the episode may continue differently.
+        # Without later tokens' experts, as the episode may differ from there.
         data = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
         versions = data.policy_versions
         return TokenData(
@@ -190,7 +186,7 @@ class Policy:
         )
 
     def observe(self, shown: str | Sequence[int]) -> None:
-        """Show the policy text or tokens before its next turn. Special tokens in text become plain text."""
+        """Show text, whose special tokens become plain text, or tokens before the next turn."""
         self._refuse_while_generating("observe")
         if not self.turns and self.shared_prompts:
             what = "shows something before the policy's first turn, which makes the prompts of a group differ"
@@ -200,7 +196,7 @@ class Policy:
         self._observed += [int(token) for token in shown]
 
     def reward(self, value: float) -> None:
-        """Add to the response's reward; credited to the last token of the newest turn."""
+        """Add to the newest turn's reward, at its last token."""
         if not math.isfinite(value):
             raise EngineError(f"{self.key}: the reward of turn {self.turns - 1} is {value}, not finite")
         if not self.turns:
@@ -209,10 +205,9 @@ class Policy:
         self.written.turn_rewards[-1] += float(value)
 
     async def call(self, tool: str | Callable[..., Any], /, *arguments: Any, **keywords: Any) -> str:
-        """Call a tool, in a process or (`async` functions) here, and return its result as text.
+        """Call a tool, in a process or (`async` functions) here.
 
-        Raises ToolError if it raises or exceeds time or memory, ToolUnavailable if no process could run it,
-        and EpisodeAborted."""
+        Raises ToolError, ToolUnavailable and EpisodeAborted."""
 
         def run() -> Awaitable[Result[str]]:
             if inspect.iscoroutinefunction(tool):
@@ -285,7 +280,7 @@ class Policy:
         return value
 
     def _next_entry(self, *expected: Any) -> list[Any] | None:
-        """Return the journal's next entry. Raises EngineError if the episode differs from its earlier run."""
+        """Return the next journal entry. Raises EngineError if it is another."""
         if not self._to_replay:
             return None
         entry: list[Any] = self._to_replay.pop(0)
@@ -312,15 +307,15 @@ class Policy:
             )
 
     async def give_up(self) -> None:
-        """Discard what was shown, and sample one token, since every response needs one."""
+        """Discard shown tokens and sample one, since every response needs one."""
         self._observed = []
         await self.generate(max_tokens=1)
 
     def result(self, *, ended: bool = True) -> TokenData:
         """Return all tokens after the prompt.
 
-        The finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. A replay
-        aborted early returns the earlier tokens."""
+        finish_reason is "abort" if the episode has not `ended`, or caught EpisodeAborted. An unfinished
+        replay returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
         written = self.written
@@ -336,14 +331,14 @@ class Policy:
         return written
 
 
-# A user's coroutine; None: the verifier grades the response.
+# None: the verifier grades the response.
 EpisodeFunction = Callable[[Prompt, Policy], Awaitable[Verdict | bool | float | None]]
 
 
 def make_row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as environments' and agents' row.
+    """Return the row for environments and agents.
 
-    Its own columns override extra ones of the same names (verl's GSM8K has a question and an answer)."""
+    The prompt's fields override extra ones, such as verl's question and answer."""
     return {
         **prompt.extra,
         "uid": prompt.uid,

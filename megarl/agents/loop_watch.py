@@ -1,6 +1,4 @@
-"""Report user code that blocks an event loop, from a second thread.
-
-Such code stops every response of its engine, and cannot be interrupted from within."""
+"""Report user code that blocks an engine's event loop, from a second thread."""
 
 from __future__ import annotations
 
@@ -17,25 +15,25 @@ from megarl.config.errors import EngineError
 from megarl.parallel.launch import write_error_file
 
 _CALLBACK = asyncio.Handle._run.__code__
-# Python's library, megarl, and code without a file (templates, dataclasses).
+# Python, megarl, and code without a file (templates, dataclasses).
 _LIBRARIES = (str(Path(os.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class LoopWatch:
-    """Watches the running loop during the `with` block.
+    """Watches the running loop during a `with` block.
 
     who    the loop's owner, for messages
-    home   file of the user's function, which may lie among the libraries
-    limit  seconds of blocking after which the line is reported, once per function
-    most   seconds of blocking after which the process ends with that line
+    home   file of the user's function, perhaps among the libraries
+    limit  seconds of blocking until a report, once per function
+    most   seconds until the process ends, not counting those while it was stopped
 
-    Ignores megarl's code and engines. Time while the process was stopped does not count towards `most`."""
+    Ignores libraries, megarl and engines."""
 
     def __init__(self, key: str, who: str, home: str | None, limit: float, most: float) -> None:
         self.key, self.who, self.home, self.limit, self.most = key, who, home, limit, most
         self._reported: set[tuple[str, str]] = set()
-        self._end, self._checks = threading.Event(), 0  # since the loop's last sign of life
+        self._end, self._checks = threading.Event(), 0
 
     def __enter__(self) -> Self:
         self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()

@@ -1,7 +1,6 @@
-"""Tools of MCP servers (Model Context Protocol), named in `rollout.tools`.
+"""Tools of MCP servers in `rollout.tools` (docs/episodes.md).
 
-`mcp:COMMAND` uses pipes, `mcp:URL` streamable HTTP; `mcp:python shop.py#price` is one tool. Each tool
-process (tools.py) has its own connection and server. Needs the extra `mcp`."""
+An entry `mcp:python shop.py` has tools such as `mcp:python shop.py#price`."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 MCP = "mcp:"
 
-# The mcp package starts servers in new sessions, so they would outlive this process.
+# The mcp package starts servers in new sessions, which would outlive this process.
 _GUARDED = "import sys; sys.path.append(sys.argv[1]); from megarl.rewards.process import guard; guard()"
 
 
 class ServerError(Exception):
-    """A server reports that its tool failed; gone: the connection has ended."""
+    """A server's tool failed; gone: because the connection ended."""
 
     def __init__(self, text: str, *, gone: bool = False) -> None:
         super().__init__(text)
@@ -42,7 +41,7 @@ class ServerError(Exception):
 
 @cache
 def list_tools(entry: str) -> dict[str, dict[str, Any]]:
-    """Return the schemas of a server's tools by `entry#tool`. Raises ConfigError."""
+    """Return a server's schemas by `entry#tool`. Raises ConfigError."""
 
     async def ask() -> list[Any]:
         async with asyncio.timeout(START_LIMIT), _open_client(entry) as client:
@@ -70,16 +69,14 @@ def list_tools(entry: str) -> dict[str, dict[str, Any]]:
 
 
 def connect_tool(path: str) -> Callable[..., str]:
-    """Return a function that calls a server's tool `entry#tool`.
-
-    Raises ConfigError as `list_tools`. The function raises ServerError."""
+    """Return a function that calls `entry#tool` and may raise ServerError. Raises ConfigError."""
     entry, _, name = path.rpartition("#")
     connection = _connect(entry)
     return lambda **arguments: connection.call(name, arguments)
 
 
 class _Connection:
-    """A connection held open by a thread. It has no time limits: ToolPool ends the process."""
+    """A connection in a thread. ToolPool limits its time."""
 
     def __init__(self, entry: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -122,15 +119,15 @@ class _Connection:
         return text
 
 
-_connect = cache(_Connection)  # one per server
+_connect = cache(_Connection)
 
 
 def _result_text(result: Any) -> str:
-    """Leave structured content out if it repeats the content."""
+    """Join texts and structured content, unless it repeats them."""
     texts = [_text(block) for block in result.content]
     data = result.structured_content
     if data is not None:
-        # Servers wrap values that are no object as {"result": ...}, and send a list's items as texts.
+        # Servers wrap values that are not objects as {"result": ...}, and send lists as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
         same = [data], [value], items
@@ -140,7 +137,7 @@ def _result_text(result: Any) -> str:
 
 
 def _is_same(text: str, value: Any) -> bool:
-    """Compare a text with a value, plain or as JSON."""
+    """Compare a text, plain or as JSON, with a value."""
     try:
         return text == value or json.loads(text) == value
     except (ValueError, RecursionError):
@@ -156,7 +153,7 @@ def _text(block: Any) -> str:
 
 @asynccontextmanager
 async def _open_client(entry: str) -> AsyncIterator[Client]:
-    """Connect. Raises ConfigError with the server's last line of stderr if that fails."""
+    """Connect. Raises ConfigError, with the server's last line of stderr."""
     try:
         from mcp import Client, StdioServerParameters, stdio_client
     except ImportError as error:

@@ -1,6 +1,4 @@
-"""Run episodes of several turns for a worker.
-
-An error of user code becomes the response's verdict, or ends the run with a message that names the code."""
+"""Run a worker's multi-turn episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from megarl.data.response_text import check_end_of_turn
 from megarl.rewards.verdict import UnusableError, Verdict, as_verdict, import_object
 from megarl.rollout.episode import EpisodeAborted, EpisodeInputs
 
-PATIENCE = 0.8  # of parallel.timeout, after which the other ranks give up
+PATIENCE = 0.8  # of parallel.timeout, when other ranks give up
 
 # Unfinished tasks of the current episode.
 _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
@@ -72,7 +70,7 @@ class AgentRunner:
 
     @contextmanager
     def supervise(self, rank: int) -> Iterator[None]:
-        """Record each episode's tasks, and report user code that blocks the loop."""
+        """Record episodes' tasks, and report blocking user code."""
         asyncio.get_running_loop().set_task_factory(_create_task)
         rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
         path = rollout.agent or rollout.episode
@@ -97,7 +95,7 @@ class AgentRunner:
 
 @dataclass
 class AgentEpisode(Policy):
-    """An episode whose turns a coroutine asks for. warned: reports, shared by a worker's episodes."""
+    """A coroutine's episode. warned: reported texts, shared by the worker's episodes."""
 
     function: EpisodeFunction = field(kw_only=True)
     warned: set[str] = field(default_factory=set, kw_only=True)
@@ -126,7 +124,7 @@ class AgentEpisode(Policy):
             return Verdict(False, error=f"{self.key}: a tool failed: {error}")
         except (MegarlError, EpisodeAborted, KeyboardInterrupt, GeneratorExit):
             raise
-        # Any other error is the user code's, perhaps wrapped by a task group: the response stays ungraded.
+        # Other errors, perhaps wrapped by a task group, leave the response ungraded.
         except BaseException as error:
             rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
             while isinstance(rest, BaseExceptionGroup):
@@ -154,7 +152,7 @@ class AgentEpisode(Policy):
         return Verdict(False, error=f"{self.key}: {why}", graded=False)
 
     async def _cancel_leftovers(self) -> str:
-        """Cancel and return the tasks that the coroutine left running. Raises EngineError if one stays."""
+        """Cancel and name tasks that the coroutine left running. Raises EngineError if one stays."""
         if all(task.done() for task in _tasks.get()):
             return ""
         await asyncio.sleep(0)
@@ -191,9 +189,7 @@ def _describe(task: asyncio.Task[Any]) -> str:
 
 
 def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) -> EpisodeFunction:
-    """Import the episode's function.
-
-    Raises ConfigError for an unsuitable function, or a template that rewrites history."""
+    """Import the episode's function. Raises ConfigError if it or the template is unsuitable."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     if rollout.environment:
         import_environment(rollout.environment, rollout.environment_arguments)
@@ -224,9 +220,7 @@ def _import_coroutine(key: str, path: str, parameters: str) -> Any:
 
 
 def prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return the arguments `tools` and `opening` of megarl.data.prompts.read_prompts.
-
-    Raises ConfigError for a tool without usable schema, or a chat template that fits no agent."""
+    """Return `tools` and `opening` for megarl.data.prompts.read_prompts. Raises ConfigError."""
     rollout, variables = config.rollout, config.data.chat_template_kwargs
     opening = opening_tokens(tokenizer, variables) if rollout.agent else ()
     return {"tools": list(schemas(rollout.tools).values()), "opening": opening}

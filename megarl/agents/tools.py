@@ -1,7 +1,6 @@
-"""Run tools and environments in separate processes with limits, for many episodes at once.
+"""Run episodes' tools and environments in separate processes with limits.
 
-A job is a pure function of its message (a tool's arguments; an environment's row, seed and all texts of the
-policy). So any process can do any job, and a killed process loses nothing."""
+A job's result depends only on its message, so any process can run it, and a killed one loses nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from megarl.rewards.sandbox import STRICT, Supervised
 from megarl.rewards.verdict import MAX_TEXT, UnusableError, Verdict, as_verdict, finite, import_object, short
 
 _MAX_ENVIRONMENTS = 256
-_MAX_STATE = 1 << 20  # of JSON; a larger state is discarded, so it is replayed
+_MAX_STATE = 1 << 20  # characters of JSON; beyond, turns are replayed
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _METHODS, _OPTIONAL = ("reset", "step", "verdict"), ("state", "restore")
 
@@ -36,20 +35,19 @@ T = TypeVar("T")
 
 
 class Environment(Protocol):
-    """What an episode acts on, created anew for each episode.
+    """A user's environment (docs/episodes.md).
 
-    It must depend only on row, seed and the policy's texts, because another process may replay them.
-    `random` and numpy are seeded before each call. Optionally, `state()` returns JSON, and `restore(state)`,
-    called after `reset`, replaces the replay."""
+    It must depend only on row, seed and texts, because another process may replay them. `random` and numpy
+    are seeded before each call. An optional `restore(state)` is called after `reset`."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str: ...
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return observation, the turn's reward, and done."""
+        """Return observation, reward and done."""
         ...
 
     def verdict(self) -> Verdict | bool | float:
-        """Grade the episode so far; changes nothing."""
+        """Grade the episode so far, without changing it."""
         ...
 
 
@@ -57,8 +55,8 @@ class Environment(Protocol):
 class Result(Generic[T]):
     """The outcome of a job.
 
-    error   why there is no value; a tool's error is text that the policy may see
-    graded  False if neither the policy nor the called code caused the error"""
+    error   why there is no value; the policy may see it
+    graded  False: neither the policy nor the called code caused the error"""
 
     value: T | None = None
     error: str | None = None
@@ -71,7 +69,7 @@ class State(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An environment's answer to the policy's last text. state: to pass to later jobs."""
+    """An environment's answer. state: for later jobs."""
 
     observation: str
     reward: float
@@ -80,15 +78,15 @@ class Answer(NamedTuple):
 
 
 class ToolPool:
-    """At most `workers` processes that call tools and environments, for one event loop.
+    """Up to `workers` processes that call tools and environments, for one event loop.
 
-    seconds            limit of one call, or of one method of an environment
+    seconds            limit of one call
     memory_mib         data memory of one process, MiB
-    observation_bytes  UTF-8 bytes returned by a call; longer results are cut and marked
-    environment        `module:Class`, constructed with `arguments`
+    observation_bytes  limit of a result, UTF-8 bytes
+    environment        `module:Class`
 
-    A job that exceeds limits or loses its process is retried in a new one; the second failure is the policy's
-    (`graded`), unless the process did not start. Jobs wait for a busy process with their environment."""
+    A job that exceeds limits or loses its process is retried once. A second failure is the policy's
+    (`graded`), unless a start, an import or an MCP server failed."""
 
     def __init__(
         self,
@@ -111,7 +109,7 @@ class ToolPool:
             "environment": environment,
             "arguments": dict(arguments),
         }
-        # JSON needs at most six characters per byte.
+        # JSON needs up to six characters a byte.
         self._longest = 6 * (observation_bytes + MAX_TEXT) + _MAX_STATE + 4096
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: list[_ToolProcess | None] = [None] * workers
@@ -126,12 +124,12 @@ class ToolPool:
 
     @property
     def waiting(self) -> list[_Job]:
-        """Unfinished jobs. Safe to read from another thread."""
+        """Unfinished jobs; readable from any thread."""
         return list(self._jobs.values())
 
     @property
     def oldest(self) -> str:
-        """Describe the oldest unfinished job, for reports about a hang."""
+        """Description of the oldest unfinished job."""
         for job in self.waiting[:1]:
             what = f"{job.what} in a process" if job.running else f"{job.what}, which waits for a process"
             return f"{what}, for {time.monotonic() - job.since:.0f} s"
@@ -144,9 +142,7 @@ class ToolPool:
         keywords: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> Result[str]:
-        """Return the result of a function `module:function` or an MCP server's tool as text.
-
-        `seed` seeds `random` and numpy's generator. Raises TypeError if an argument is no JSON value."""
+        """Call `module:function` or an MCP tool. Raises TypeError if an argument is no JSON value."""
         sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
         answer = await self._run_job(_Job(function, sent))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
@@ -154,9 +150,9 @@ class ToolPool:
     async def step(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Result[Answer]:
-        """Return the environment's answer to the last of `texts`, the policy's texts by turn.
+        """Return the environment's answer to the last of the policy's `texts`.
 
-        key: the episode's number. state: from an earlier answer, if no process has the environment."""
+        key: the episode's. state: an earlier answer's, to avoid a replay."""
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("graded", True))
@@ -166,7 +162,7 @@ class ToolPool:
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
     ) -> Verdict:
-        """Grade the environment, and discard it. A failure is a verdict with an error."""
+        """Grade and discard the environment."""
         answer = await self._run_job(self._job("verdict", key, row, seed, texts, state))
         if "value" not in answer:
             return Verdict(False, error=answer["error"], graded=answer.get("graded", True))
@@ -174,7 +170,7 @@ class ToolPool:
         return Verdict(correct, extracted, error, score, graded=graded)
 
     def forget(self, key: int) -> None:
-        """Discard an environment: it may hold a session at a server."""
+        """Discard an environment, which may hold a server's session."""
         for process in filter(None, self._slots):
             if key in process.keys:
                 del process.keys[key]
@@ -207,7 +203,7 @@ class ToolPool:
         return _Job(f"{self.environment}.{method}", sent, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
-        """Run a job in a process, which finishes it even if the caller is cancelled."""
+        """Run a job, which a process finishes even if the caller is cancelled."""
         loop = self._loop = asyncio.get_running_loop()
         self._jobs[id(job)] = job
         try:
@@ -246,9 +242,7 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first queued job whose environment no other process has, else to the first.
-
-        Skipped jobs come first when their own process is idle."""
+        """Pass a slot to the first job whose environment no other process has, else to the first."""
         while self._queue:
             fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
             future, _ = chosen = next(fitting, self._queue[0])
@@ -270,7 +264,7 @@ class ToolPool:
             answer = await self._try_job(slot, job)
             if "lost" in answer and job.wanted:
                 answer = await self._try_job(slot, job)
-                if answer.get("killed"):  # for the second time: the job caused it
+                if answer.get("killed"):  # twice: the job caused it
                     answer["graded"] = True
             return answer
         except BaseException:
@@ -283,7 +277,7 @@ class ToolPool:
                 self._release_slot(slot)
 
     async def _try_job(self, slot: int, job: _Job) -> dict[str, Any]:
-        """`lost` in the answer: the process has ended."""
+        """Return the answer; `lost`: the process has ended."""
         process = await self._ensure_process(slot)
         if isinstance(process, str):
             return {"error": process, "graded": False}
@@ -291,7 +285,7 @@ class ToolPool:
             return {}
         if job.key is not None:
             process.keys.pop(job.key, None)
-            self.forget(job.key)  # another process's copy would miss this job
+            self.forget(job.key)  # other copies would miss this job
             process.keys[job.key] = None
         process.send(job.sent)
         limit, importing = START_LIMIT, True
@@ -341,7 +335,7 @@ class ToolPool:
 
 
 class _Job:
-    """wanted: the caller still waits for the answer."""
+    """wanted: the caller still waits."""
 
     def __init__(self, what: str, sent: dict[str, Any], key: int | None = None) -> None:
         self.what, self.sent, self.key = what, sent, key
@@ -364,10 +358,9 @@ class _JobHandler:
         self.environments: OrderedDict[int, _LiveEnvironment] = OrderedDict()
 
     def handle(self, job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield None when a new time limit starts, and at the end the answer, except for "forget".
+        """Yield None when a time limit starts, then the answer, except for "forget".
 
-        Its keys: `value` or `error`; `graded`; `lost` if this process must not be used again; `kept` if it
-        has the environment."""
+        Its keys: `value` or `error`; `graded`; `lost`: end this process; `kept`: it has the environment."""
         if "forget" in job:
             self.environments.pop(job["forget"], None)
             return
@@ -445,12 +438,12 @@ class _LiveEnvironment:
         self.environment, self.row, self.seed, self.size = environment, row, seed, observation_bytes
         self.texts: list[str] = []
         _seed(seed, 0)
-        # Give it a copy, because the environment may change its row.
+        # A copy, which the environment may change.
         shown = environment.reset(json.loads(json.dumps(row)), seed)
         self._record(shown, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
-        """Require the same row and seed, and that its texts are the first of `texts`."""
+        """Return whether row and seed are equal, and `texts` extends its own."""
         return self.row == row and self.seed == seed and self.texts == texts[: len(self.texts)]
 
     def step(self, text: str) -> None:
@@ -476,7 +469,7 @@ class _LiveEnvironment:
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
     def restore(self, texts: list[str], state: Any) -> None:
-        """The answer to the last text is lost."""
+        """Skip the replay of `texts`. `last` is outdated until the next step."""
         if hasattr(self.environment, "restore"):
             self.environment.restore(state)
             self.texts = list(texts)
@@ -487,7 +480,7 @@ class _LiveEnvironment:
 
 
 def _seed(seed: int, index: int) -> None:
-    """A result must not depend on earlier jobs of this process."""
+    """Make results independent of earlier jobs."""
     number = int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=4).digest(), "little")
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -495,9 +488,7 @@ def _seed(seed: int, index: int) -> None:
 
 
 def format_observation(value: Any, size: int) -> str:
-    """Return a value as text or JSON of at most `size` bytes of UTF-8, with a mark if cut.
-
-    Invalid UTF-8 is replaced. Raises TypeError."""
+    """Format as valid text or JSON of at most `size` UTF-8 bytes, with a mark if cut. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
         long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
@@ -518,9 +509,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def build_schema(function: str) -> dict[str, Any]:
-    """Build a tool's JSON schema for chat templates, from signature and docstring.
-
-    Raises ConfigError if it is no plain function, or if types or descriptions are missing."""
+    """Build a tool's JSON schema from its signature and docstring. Raises ConfigError."""
     from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
@@ -543,9 +532,7 @@ def build_schema(function: str) -> dict[str, Any]:
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the class that `rollout.environment` names.
-
-    Raises ConfigError if it cannot be imported, is no Environment, or does not take `arguments`."""
+    """Import an environment's class. Raises ConfigError, also if it does not take `arguments`."""
     found = import_object("rollout.environment", path, "Class")
     at = f"rollout.environment: {path}"
     if not isinstance(found, type):

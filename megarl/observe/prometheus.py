@@ -1,7 +1,7 @@
 """Serve a run's newest metrics to Prometheus at http://host:port/metrics (`log.prometheus`).
 
-prometheus_client's `start_http_server` queries DNS, and keeps a thread for each silent client without limit.
-It also prints a traceback if a client resets its connection, and answers every path."""
+prometheus_client's `start_http_server` queries DNS, keeps a thread per silent client, and prints a traceback
+if a client disconnects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from prometheus_client.registry import Collector
 
 from megarl.config.errors import ConfigError
 
-PATIENCE = 2.0  # seconds that a client may be silent; closed after twice this time
+PATIENCE = 2.0  # seconds that a client may be silent
 
 
 class Exporter(Collector):
     """Serves each stage's newest record as gauges: `megarl_policy_entropy{stage="train"}`.
 
-    Serves one client at a time, each for at most 2 * PATIENCE, so that clients never delay a step. Raises
-    ConfigError if the port is not available."""
+    One client at a time, for at most 2 * PATIENCE, so that none delays a step. Raises ConfigError if the port
+    is taken."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._records: dict[str, dict[str, float]] = {}
@@ -47,7 +47,7 @@ class Exporter(Collector):
         self._thread.start()
 
     def update(self, stage: str, numbers: Mapping[str, float]) -> None:
-        # Seconds since 1970, for alarms on runs without progress.
+        # Seconds since 1970, for alarms on hangs.
         self._records = {**self._records, stage: {**numbers, "recorded_seconds": time.time()}}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -68,7 +68,7 @@ class Exporter(Collector):
 
 
 class _Server(TCPServer):
-    allow_reuse_address = True  # right after another run's end
+    allow_reuse_address = True  # soon after another run
 
 
 class _Handler(MetricsHandler):

@@ -1,6 +1,6 @@
-"""Logs of a run: JSON lines in its folder, optionally also TensorBoard and W&B.
+"""Logs of a run: JSON lines, and optionally TensorBoard and W&B.
 
-A killed run leaves a cut line: readers skip it, writers remove it before appending."""
+A killed run leaves a cut line, which readers skip and writers remove."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from megarl.observe.prometheus import Exporter
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 DISTRIBUTIONS_FILE, EVENTS_FILE, ANSWERS_FILE = "distributions.jsonl", "events.jsonl", "evaluations.jsonl"
 STAGES = (SUPERVISED, PRETRAINING, TRAIN, EVALUATION)  # in the order of a run
-DIGITS = 9  # significant, of a recorded number
-SAMPLE_CHARACTERS = 20_000  # of a recorded prompt or response
-POLICY, OBSERVED = "policy", "observed"  # author of a part of a response
+DIGITS = 9  # significant
+SAMPLE_CHARACTERS = 20_000  # of a prompt or response
+POLICY, OBSERVED = "policy", "observed"  # author of a turn
 
 Record = dict[str, Any]
 Tables = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return None for a line that is cut or no JSON object."""
+    """Parse a JSON object; None if that fails."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -50,7 +50,7 @@ def is_step(record: Mapping[str, Any]) -> bool:
 def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
     """Return whether a record was written by the end of `step` of `stage`.
 
-    Each stage counts its own steps. An evaluation has the training step, 0 until value pretraining ends."""
+    Each stage counts its steps. An evaluation has the main stage's, 0 during value pretraining."""
     if not is_step(record):
         return False
     if record["stage"] == EVALUATION:
@@ -59,9 +59,7 @@ def precedes(record: Mapping[str, Any], step: int, stage: str) -> bool:
 
 
 def plain(value: Any, name: str, alarms: list[str]) -> Any:
-    """Convert `value` to JSON types, with floats rounded to 9 significant digits.
-
-    Non-finite numbers become None, and are listed in `alarms`."""
+    """Convert to JSON types, with rounded floats; non-finite numbers become None and go to `alarms`."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -79,14 +77,13 @@ def plain(value: Any, name: str, alarms: list[str]) -> Any:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response of a step, for people to read. None: not recorded.
+    """One response of a step, for people. None: not recorded.
 
     prompt       the model's input; question: the user's text in it
     reward       penalties included
-    group_right  correct responses of the `group_size` to the same prompt
-    advantage_*  over all tokens
-    turns        [POLICY or OBSERVED, text] of an episode; joined they are the response
-    observed     per token, whether it is an observation"""
+    group_right  correct responses among `group_size`
+    turns        [POLICY or OBSERVED, text]; joined, the response
+    observed     whether each token is an observation"""
 
     step: int
     prompt: str
@@ -111,9 +108,7 @@ class SampleRecord:
 
 
 def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRecord]:
-    """Return at most `limit` of one step's samples: whole groups from the first on.
-
-    If a group does not fit, right and wrong responses alternate."""
+    """Return at most `limit` samples: whole groups, and right and wrong responses of the last alternately."""
     groups: dict[str, list[SampleRecord]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
@@ -127,7 +122,7 @@ def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRe
 
 
 def shorten(text: str, limit: int) -> str:
-    """Cut the middle: the answer is at the end."""
+    """Cut out the middle, as the answer is at the end."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -137,14 +132,14 @@ def shorten(text: str, limit: int) -> str:
 class JsonlWriter:
     """Appends records to a file. When `write` returns, the operating system has the whole record.
 
-    append: continue the file, without unreadable lines. dispensable: the file is optional, and may be written
-    again after an error. Without it, errors are ConfigError (opening) and StorageError (writing)."""
+    append: continue the file, without unreadable lines. dispensable: receives an optional file's errors;
+    else raises ConfigError (opening) or StorageError (writing)."""
 
     def __init__(self, path: Path, append: bool, dispensable: OptionalFiles | None = None) -> None:
         self.path = path
         self._careful = mark_required if dispensable is None else dispensable.file
         self._file: FileIO | None = None
-        # Filters of the file's lines, applied before anything is appended.
+        # Applied to the file's lines before the next append.
         self._filters: list[Callable[[Record], bool]] = [lambda record: append]
         try:
             with self._careful(path):
@@ -155,7 +150,7 @@ class JsonlWriter:
             raise ConfigError(f"run_dir: {path}: {reason}") from error
 
     def write(self, record: Mapping[str, Any], ascii_only: bool = True) -> None:
-        """Write a record. Raises ValueError for NaN or infinity."""
+        """Append a record. Raises ValueError for non-finite numbers."""
         line = json.dumps(record, allow_nan=False, ensure_ascii=ascii_only).encode() + b"\n"
         with self._careful(self.path):
             self._settle()
@@ -164,13 +159,13 @@ class JsonlWriter:
             try:
                 append_atomic(file, line)
             except OSError:
-                # A partial line must go before the next one.
+                # Remove a partial line before the next.
                 if os.fstat(file.fileno()).st_size != end:
                     self._filters.append(lambda record: True)
                 raise
 
     def keep(self, wanted: Callable[[Record], bool]) -> int:
-        """Drop unreadable and not `wanted` lines, atomically; return their number."""
+        """Drop, atomically, unreadable and unwanted lines; return their number."""
         self._filters.append(wanted)
         dropped = 0
         with self._careful(self.path):
@@ -209,10 +204,10 @@ class JsonlWriter:
 
 
 class RunLog:
-    """Writes the logs of a run; a context manager.
+    """Writes a run's logs; a context manager.
 
-    samples: maximum per step. dispensable: receives write errors of all files but metrics and answers. Raises
-    ConfigError if the folder cannot be written or a requested tracker is not installed."""
+    samples: maximum per step. dispensable: receives errors, except those of metrics and answers. Raises
+    ConfigError if the folder is not writable or a tracker is absent."""
 
     def __init__(
         self,
@@ -235,9 +230,8 @@ class RunLog:
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
         """Write the metrics of a step or an evaluation; return them as written.
 
-        `record` needs "step" and "stage", else ValueError. Values are texts, numbers, 0-dimensional tensors,
-        or lists and mappings of these. A non-finite number becomes null and is listed in "alarms". The report
-        shows "alarms" and "events" (lists of texts)."""
+        Values are texts, numbers, 0-dimensional tensors, or lists and mappings of these. Non-finite numbers
+        become null, and add to the texts in "alarms". Raises ValueError without "step" and "stage"."""
         if not is_step(record):
             got = f"{record.get('step')}, {record.get('stage')}"
             raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
@@ -246,7 +240,7 @@ class RunLog:
         if alarms:
             written["alarms"] = alarms
         self._files[METRICS_FILE].write(written)
-        # Earlier stages count separate steps, so their curves get separate names.
+        # Earlier stages restart steps: name their curves differently.
         prefix = "" if written["stage"] in (TRAIN, EVALUATION) else f"{written['stage']}/"
         numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
         for tracker in self._trackers:
@@ -269,7 +263,7 @@ class RunLog:
         return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
-        """Write the tables of a step: name -> row -> one sum per bin."""
+        """Write a step's tables: name -> row -> one sum per bin."""
         self._files[DISTRIBUTIONS_FILE].write({"step": step, "stage": stage, **plain(tables, "", [])})
 
     def write_event(self, text: str) -> None:
@@ -280,7 +274,7 @@ class RunLog:
             self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
 
     def truncate_after(self, step: int, stage: str = TRAIN) -> int:
-        """Drop records after `step` of `stage`, except events; return the number of lines."""
+        """Drop later records except events; return their number."""
         for tracker in self._trackers:
             tracker.continue_from(step)
         stepwise = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
@@ -311,7 +305,7 @@ def _tracker(option: str, name: str, module: str) -> Any:
 class _TensorBoard:
     """Writes event files into run_dir/tensorboard.
 
-    On a full disk torch's writer, a thread, ends with a traceback and a partial record."""
+    On a full disk torch's writer leaves a traceback and a partial record."""
 
     def __init__(self, run_dir: Path, dispensable: OptionalFiles) -> None:
         _tracker("tensorboard", "TensorBoard", "tensorboard")
@@ -324,9 +318,7 @@ class _TensorBoard:
         self._path = self._start_file(None)
 
     def _start_file(self, first_step: int | None) -> Path:
-        """Return the next file's path, with a header.
-
-        first_step: TensorBoard hides what earlier files have from this step on."""
+        """Return the next file's path. first_step: TensorBoard hides earlier files from there on."""
         proto, self._files = self._proto, self._files + 1
         name = f"events.out.tfevents.{time.time():010.0f}.{gethostname()}.{os.getpid()}.{self._files}"
         self._header = [proto.Event(wall_time=time.time(), step=first_step, file_version="brain.Event:2")]
@@ -361,7 +353,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One W&B run per run folder; run_dir/wandb_id lets a resumed run continue it."""
+    """One W&B run per run folder, which resumes by run_dir/wandb_id."""
 
     def __init__(self, run_dir: Path, append: bool, dispensable: OptionalFiles) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
@@ -371,7 +363,7 @@ class _Wandb:
         self._run = wandb.init(
             project="megarl", id=identity, resume="allow", name=run_dir.name, dir=str(run_dir)
         )
-        # W&B's own step must never decrease, but ours restarts with each stage.
+        # W&B's step must not decrease, but ours restarts with each stage.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         with dispensable.file(known):
@@ -381,7 +373,7 @@ class _Wandb:
         self._run.log({"step": step, **numbers})
 
     def continue_from(self, step: int) -> None:
-        """W&B cannot delete records, so repeated steps show twice."""
+        """Do nothing: W&B cannot delete records, so repeated steps show twice."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Read a run's folder, for the report, `megarl watch` and other commands."""
+"""Read a run's folder, for commands such as `megarl watch`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megarl.observe import run_log
 from megarl.observe.run_log import Record, SampleRecord, is_step, parse_record
 from megarl.observe.timeline import FOLDER, NAME, choose_ranks, is_phase, timeline_ranks
 
-RANKS = 16  # maximum number of timelines read
+RANKS = 16  # maximum of timelines to read
 Points = dict[int, float]
-HANG_LINE = 1 << 16  # bytes of a hang report's first line
+HANG_LINE = 1 << 16  # bytes read of a hang report
 
 
 class JsonLines(NamedTuple):
-    """A file's records, and the numbers (from 1) of its unreadable lines."""
+    """Records, and numbers (from 1) of unreadable lines."""
 
     records: list[Record]
     unreadable: list[int]
 
 
 def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
-    """Read the `valid` records; other non-blank lines are unreadable. Raises DataError."""
+    """Read `valid` records; other non-blank lines are unreadable. Raises DataError."""
     try:
         with open_regular(path) as file:
             lines = file.read().split(b"\n")
@@ -46,17 +46,17 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
-    """Lines without a step and a known stage are unreadable."""
+    """Read metrics.jsonl; lines without step or stage are unreadable."""
     return read_jsonl(run_dir / run_log.METRICS_FILE, is_step)
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Contents of a run's folder. All but `records` may be empty.
+    """Contents of a run's folder.
 
     unreadable  number of lines
     events      {"time": seconds since 1970, "event": text}
-    timeline    rank -> phases, of some of the `ranks` that wrote one"""
+    timeline    rank -> phases, of some of the `ranks`"""
 
     name: str
     records: list[Record]
@@ -71,7 +71,7 @@ class RecordedRun:
 
     @cached_property
     def by_stage(self) -> dict[str, dict[int, Record]]:
-        """Map stage -> step -> record, the last of a repeated step."""
+        """Stage -> step -> record, the last of a repeated step."""
         stages: dict[str, dict[int, Record]] = {}
         for record in self.records:
             stages.setdefault(record["stage"], {})[record["step"]] = record
@@ -79,7 +79,7 @@ class RecordedRun:
 
     @property
     def main_stage(self) -> str:
-        """The stage whose times and memory are shown: training, else an earlier one."""
+        """The stage whose times and memory are shown."""
         return next((stage for stage in (TRAIN, SUPERVISED, PRETRAINING) if stage in self.by_stage), TRAIN)
 
     @property
@@ -101,7 +101,7 @@ class RecordedRun:
 
 
 def load_run(run_dir: Path) -> RecordedRun:
-    """Read a run's records. Raises DataError if metrics.jsonl is missing or another file is damaged."""
+    """Read a run. Raises DataError if metrics.jsonl is missing or a file is damaged."""
 
     def read(name: str, valid: Callable[[Record], bool]) -> JsonLines:
         path = run_dir / name
@@ -143,9 +143,9 @@ def load_run(run_dir: Path) -> RecordedRun:
 def read_timeline(
     run_dir: Path, ranks: Sequence[int], config: Mapping[str, Any], world: int
 ) -> dict[int, list[Record]]:
-    """Read the phases of these ranks of `world`, without cut lines.
+    """Read the phases of these ranks of `world`.
 
-    Only an engine's first rank records when there was nothing to decode; its waits apply to the others."""
+    Only an engine's first rank records waits for work, so they are copied to its others."""
 
     def read(rank: int) -> list[Record]:
         path = run_dir / FOLDER / NAME.format(rank)
@@ -168,7 +168,7 @@ def read_timeline(
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read .yaml or .json; {} if missing. Raises DataError if it is no mapping."""
+    """Read YAML or JSON; {} if missing. Raises DataError if it is no mapping."""
     if not path.exists():
         return {}
     try:
@@ -185,7 +185,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the shares of sampled groups that were kept, all right and all wrong, if recorded."""
+    """Return the shares of groups kept, all right and all wrong."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
     known = {name: float(count) for name, count in counts.items() if count is not None}
     total = sum(known.values())
@@ -193,6 +193,6 @@ def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def format_layout(parallel: Mapping[str, Any]) -> str:
-    """E.g. `TP 2 x PP 1 x DP 1`; CP and EP only if above 1."""
+    """Format as `TP 2 x PP 1 x DP 1`, with CP and EP if above 1."""
     shown = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
     return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in shown)

@@ -1,6 +1,4 @@
-"""Terminal view of a run: a live panel, or aligned lines for a log file.
-
-`megarl train` updates it directly; `megarl watch` from the metrics.jsonl of another process."""
+"""Terminal view of a run: a live panel, or aligned lines for a log file."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ ASCII_BLOCKS = "_.:-=+*#"
 MISSING = "-"
 EVENTS_SHOWN = 4
 STEPS_TIMED = 10
-WATCH_PERIOD = 0.5  # between reads of a folder
+WATCH_PERIOD = 0.5  # seconds between reads
 
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of a step: one metric, or several joined by a slash.
+    """One metric of a step, or several joined by a slash.
 
-    short, long: name in plain lines and in the live table; width: characters of one number in a line"""
+    short, long: name in lines and in the panel; width: characters of a number in lines"""
 
     short: str
     long: str
@@ -72,7 +70,7 @@ COLUMNS = (
     Column("tok/s", "tokens/s rollout / train", _TOKENS_A_SECOND, "count", 5),
     Column("step", "time of the step", ("time/step",), "seconds", 6),
 )
-# Plain lines omit them: uninformative, or too wide.
+# Uninformative, or too wide for plain lines.
 _DETAILS = {"nll", "cut", "r/w", "refl", "prob", "all"}
 PLAIN_LEAVES_OUT = {TRAIN: {*_DETAILS, "vloss"}, PRETRAINING: _DETAILS, SUPERVISED: set[str]()}
 SPARKS = {
@@ -83,7 +81,7 @@ SPARKS = {
 
 
 def format_count(value: float) -> str:
-    """At most 5 characters up to 999T: 1234567 -> 1.23M."""
+    """Format in at most 5 characters up to 999T: 1234567 -> 1.23M."""
     units = iter(("", "k", "M", "G", "T"))
     unit = next(units)
     while abs(value) >= 999.5 and unit != "T":
@@ -92,7 +90,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """0.82 -> 0.82s, 75 -> 1:15, 3700 -> 1:01:40, 90000 -> 1d 1:00."""
+    """Format as 0.82s, 1:15, 1:01:40 or 1d 1:00."""
     if seconds < 59.95:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -103,7 +101,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_number(value: Any, form: str) -> str:
-    """Return MISSING if it was not recorded or not finite."""
+    """Format a number, or MISSING if there is none."""
     if not isinstance(value, int | float):
         return MISSING
     if form == "count":
@@ -127,8 +125,7 @@ def select_columns(record: Mapping[str, Any]) -> list[Column]:
 def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
-    Only avg if k is 1 or differs between sets. Several sets or sources have a line each, which stand alone
-    if no set counts in the headline."""
+    Only avg if k is 1 or differs between sets. Sets and sources have a line each, after any overall one."""
     common = record.get("eval/k")
 
     def line(prefix: str) -> str:
@@ -162,7 +159,7 @@ def resample(points: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """Return a line of block characters; a constant is at the bottom."""
+    """Plot `points` as block characters."""
     shown = resample(points, width)
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
@@ -171,7 +168,7 @@ def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 @dataclass(frozen=True)
 class RunHeader:
-    """value_pretraining_steps: maximum, before the `steps` of training."""
+    """A run's facts. value_pretraining_steps: maximum, before the `steps`."""
 
     name: str
     recipe: str
@@ -191,8 +188,8 @@ class RunHeader:
 class TerminalView:
     """Shows a run; a context manager.
 
-    `live` redraws in place (without a terminal it prints the last state). `plain` prints a line every
-    `every` steps, and for evaluations and events. `auto` is live on a terminal, else plain."""
+    `live` redraws in place (without a terminal it prints the last state). `plain` prints a line per `every`
+    steps, evaluation and event. `auto` is live on a terminal, else plain."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ class TerminalView:
                 self._evaluation = dict(record)
             else:
                 if not self._record:
-                    # A resumed run's first step took the time since the start.
+                    # A resumed run's first step took the time since its start.
                     self._finished[0] = (self._finished[0][0], record["step"] - 1)
                 elif record["stage"] != self._record["stage"]:
                     self._finished = deque([(self._finished[-1][0], 0)], maxlen=STEPS_TIMED + 1)
@@ -257,7 +254,7 @@ class TerminalView:
             self.event(f"{record['stage']} step {record['step']}: not finite: {alarm}")
 
     def _left(self) -> str:
-        """Estimate this stage's remaining time from the recent pace; "" if unknown."""
+        """Estimate the stage's remaining time; "" if unknown."""
         (start, first), (now, last) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
         if last <= first or not total:
@@ -279,7 +276,7 @@ class TerminalView:
         if stage == EVALUATION:
             self._print(f"eval  {place}  {format_evaluation(record)}")
             return
-        # The first record of a stage determines its columns, to keep them aligned.
+        # A stage's first record determines columns, to align lines.
         if stage not in self._columns:
             self._columns[stage] = [
                 c for c in select_columns(record) if c.short not in PLAIN_LEAVES_OUT[stage]
@@ -334,14 +331,14 @@ class TerminalView:
         return Panel(Group(*parts), title=heading, title_align="left")
 
     def _numbers(self, width: int) -> Table:
-        """One to three columns."""
+        """Lay out numbers in one to three columns."""
         pairs = max(1, min(3, (width - 4) // 36))
         columns = select_columns(self._record)
         rows = -(-len(columns) // pairs)
         cells = [(c.long, " / ".join(format_values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
         for first in range(0, pairs * rows, rows):
-            # Cut a name, not its number.
+            # Cut names, not numbers.
             widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
             room = (width - 4) // pairs - widest - 3
             table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
@@ -353,7 +350,7 @@ class TerminalView:
 
 
 class Follower:
-    """Reads a growing metrics.jsonl; starts over if the file was replaced."""
+    """Reads a growing metrics.jsonl, which may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -377,7 +374,7 @@ class Follower:
 
 
 class _Clock:
-    """`past` while old records are read, then real time from `since`."""
+    """`past` while old records are read, then time since `since`."""
 
     past, since = 0.0, 0.0
 
@@ -392,13 +389,13 @@ def watch(
     console: Console | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show another process's run until it is done, or once. Raises DataError if it is no run."""
+    """Show a run, once or until it is done. Raises DataError if there is none."""
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")
     facts = read_facts(run_dir, settings)
     stage = main_stage(facts.recipe)
-    last = {(stage, facts.steps)}  # recorded once the run is done
+    last = {(stage, facts.steps)}  # last records of a finished run
     if stage == TRAIN and settings.get("data", {}).get("eval"):
         last.add((EVALUATION, facts.steps))
     follower = Follower(run_dir / METRICS_FILE)

@@ -1,8 +1,8 @@
-"""Phases of each rank over time: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
+"""Phases of each rank: a line per finished phase in run_dir/timeline/rank-00003.jsonl.
 
 {"stage": "train", "step": 7, "phase": "rollout", "begin": 1763.1, "end": 1765.9, "waited": 0.8}
 
-All in seconds, begin and end since 1970 to compare ranks; waited is idle time. There are no collectives."""
+In seconds, begin and end since 1970; waited is idle time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ WAIT = "wait for "  # phases that only wait
 
 
 class Timeline:
-    """Records this rank's phases: each ends when the next one starts.
-
-    Appends to the file of a resumed run. Write errors do not stop the run."""
+    """Records this rank's phases: each ends when the next starts. Write errors do not stop the run."""
 
     def __init__(
         self,
@@ -34,10 +32,10 @@ class Timeline:
         path = run_dir / FOLDER / NAME.format(rank)
         self._file = JsonlWriter(path, True, OptionalFiles() if dispensable is None else dispensable)
         self._clock, self._phase, self._begin, self._waited = clock, "", 0.0, 0.0
-        self._place: Record = {"stage": TRAIN, "step": 0}  # before the first step
+        self._place: Record = {"stage": TRAIN, "step": 0}
 
     def step(self, stage: str, number: int) -> None:
-        """Assign following phases to this step, also those before the next one."""
+        """Assign following phases to this step."""
         self.leave()
         self._place = {"stage": stage, "step": number}
 
@@ -87,7 +85,7 @@ def timeline_ranks(run_dir: Path) -> list[int]:
 
 
 def choose_ranks(ranks: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` ranks, evenly spread, including the first and the last."""
+    """Return at most `most` ranks, evenly spread from first to last."""
     if len(ranks) <= most:
         return list(ranks)
     return [ranks[round(i * (len(ranks) - 1) / (most - 1))] for i in range(most)]

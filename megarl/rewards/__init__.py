@@ -1,6 +1,6 @@
-"""Rewards: verifiers of final answers, terms for length and format, and the processes that run them.
+"""Verifiers, reward terms, and the processes that run them.
 
-Each name is imported at its first use, and nothing imports torch, because every such process pays for it."""
+Names are imported at first use, and torch never, because every process pays for imports."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,6 @@
 """Grade responses in worker processes, so that a verifier may hang, die or use too much memory.
 
-Failures that an answer can cause make it wrong; otherwise a policy would learn to write such answers. Other
-failures leave it ungraded."""
+Failures that an answer can cause make it wrong, else a policy would learn to write such answers."""
 
 from __future__ import annotations
 
@@ -38,28 +37,28 @@ if TYPE_CHECKING:  # a worker needs no pydantic
     from megarl.config.schema import RewardTerm
 
 _MAX_BATCH = 64
-# Their verifiers and terms only calculate: they need no network and no programs.
+# These need no network or programs.
 _CALCULATING = ("megarl", "megarl_tasks", "megarl_verifier")
-_BUSY = 0.5  # share of the limit in CPU time from which a time-out is the answer's fault
+_BUSY = 0.5  # share of the limit as CPU time that makes a timeout the answer's fault
 
-# Response text and reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
+# Response, reference; for reward terms also `length`, `longest` and `truncated` of `GradedResponse`.
 Item = tuple[str, str | Reference] | tuple[str, str | Reference, int, int, bool]
 
 
-# Fields of a Verdict in a worker's message.
+# A Verdict in a worker's message.
 _Sent = tuple[bool, str | None, str | None, float | None, dict[str, float], bool]
 
 
 class VerifierPool:
-    """`workers` processes that grade responses with a verifier, and then compute the reward terms.
+    """`workers` processes that run a verifier and then reward terms.
 
-    timeout     seconds per answer, including its terms
-    memory_mib  data memory of one worker, MiB; exceeding it is a recorded MemoryError
-    own         verifiers that References name, imported before the first answer
-    sandbox     for the user's verifiers and terms; megarl's own reach nothing
+    timeout     seconds per answer, terms included
+    memory_mib  data memory of one worker, MiB
+    own         verifiers that References name
+    sandbox     for the user's verifiers and terms; megarl's own use CALCULATE
 
-    The first `verify` starts the processes; `close` ends them. Not thread-safe. Raises ConfigError if the
-    verifier or a term does not exist."""
+    The first `verify` starts the processes. Not thread-safe. Raises ConfigError if a verifier or term does
+    not exist."""
 
     def __init__(
         self,
@@ -120,23 +119,22 @@ class VerifierPool:
 
     @property
     def waiting(self) -> int:
-        """Answers at workers. Safe to read from another thread."""
+        """Answers at workers; readable from any thread."""
         return sum(len(worker.batch) for worker in list(self._workers) if worker is not None)
 
     def verify(self, items: Sequence[Item]) -> list[Verdict]:
         """Return one verdict per item, in order.
 
-        An answer over the limit, or whose worker died with it twice, is wrong. A time-out without much CPU
-        time must also happen twice, so that a kill or stop from outside changes no verdict. If no worker can
-        start, raises WaitTimeout or ConfigError before anything was graded; later, the remaining items are
-        ungraded."""
+        An answer is wrong after a timeout with much CPU time, or a second timeout or death. So one kill or
+        stop from outside changes no verdict. If no worker starts, raises WaitTimeout or ConfigError before
+        anything was graded; later it leaves the rest ungraded."""
         if self._loop is None:
-            # new_event_loop would follow the process's policy (SGLang's is uvloop).
+            # With SGLang, new_event_loop would use uvloop.
             self._loop = asyncio.SelectorEventLoop()
         try:
             return self._loop.run_until_complete(self._verify(items))
         except BaseException:
-            # Or the next call would receive answers of this one.
+            # Or the next call would get these answers.
             self.close()
             raise
 
@@ -225,10 +223,9 @@ class _Worker(LimitedProcess):
         self.send([items[i] for i in self.batch])
 
     def calculated_since(self, start: float) -> float:
-        """Return a lower bound of the CPU seconds that the present item has used.
+        """Return a lower bound of the present item's CPU seconds, as if earlier ones computed all the time.
 
-        start: time.monotonic() when it became the first of the batch. Earlier items used at most as much
-        CPU time as time."""
+        start: time.monotonic() when it became the batch's first."""
         return self.cpu_seconds() - self._cpu - (start - self._given)
 
 
@@ -242,10 +239,9 @@ def _read_verdict(message: Any) -> Verdict:
 def grade(
     verifier: Verifier, terms: Mapping[str, Term], response: str, reference: str | Reference, *size: Any
 ) -> Verdict:
-    """Grade a response, and compute the terms if `size` (length, longest, truncated) is given.
+    """Grade a response; compute terms if `size` (length, longest, truncated) is given.
 
-    An exception or an invalid return value becomes a verdict with an error. It is ungraded, unless memory
-    or the stack ran out, which an answer can cause."""
+    Out of memory or stack, it is wrong; after other exceptions, ungraded."""
     at, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):

@@ -1,7 +1,6 @@
 """Processes with limits of time and memory, and a minimal environment.
 
-`LimitedProcess` is the parent's side, on an event loop; `serve` is the process's. Messages between them are
-JSON, one per line."""
+`LimitedProcess` is the parent's side, `serve` the process's. They exchange lines of JSON."""
 
 from __future__ import annotations
 
@@ -24,28 +23,28 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Ends that the process did not cause. Its own memory limit comes before the kernel's, which is a SIGKILL.
+# Not caused by the process, whose memory limit comes before the kernel's SIGKILL.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
-# All that an interpreter needs. Others (ranks, devices, keys) must not reach such a process.
+# Others (ranks, devices, keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
-# Results must not depend on the order of a set.
+# Results must not depend on a set's order.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-# This process's search path serves megarl and the user's module.
+# The child has the parent's search path.
 _BOOT = (
     "import sys; sandbox, sys.path[:] = sys.argv[1], sys.argv[2:]; "
     "from megarl.rewards.sandbox import supervise; process = supervise(sandbox); "
     "from {} import work; work(process)"
 )
 _PARENT_CHECK = 5.0  # seconds
-_END_LIMIT = 10.0  # seconds that a process has to end
-# Address space beyond the data memory, for libraries. It limits shared memory too.
+_END_LIMIT = 10.0  # seconds
+# Address space beyond the data limit, for libraries and shared memory.
 _MAPPED = 1 << 30
 
 
 class LimitedProcess:
-    """A process that runs `work(process)` of `module`, which calls `serve`; its supervisor; and its pipes.
+    """A supervised process that runs `module`'s `work(process)`, which calls `serve`.
 
-    longest: maximum bytes of a message from it. Processes that it starts end with it."""
+    longest: maximum bytes of its messages"""
 
     def __init__(self, module: str, sandbox: str, longest: int = 1 << 20) -> None:
         self.last_line, self._longest = "", longest
@@ -54,7 +53,7 @@ class LimitedProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._transports: list[asyncio.BaseTransport] = []
         self.process = subprocess.Popen(
-            # -B: a limit of file size would cut bytecode files off.
+            # Inherit -B: a file size limit would cut bytecode files.
             [
                 *(sys.executable, *(["-B"] if sys.dont_write_bytecode else [])),
                 *("-c", _BOOT.format(module), sandbox),
@@ -79,7 +78,7 @@ class LimitedProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
-        """Wait until the process is ready, or return why it is not. Raises as `receive`."""
+        """Wait until the process is ready, else return the reason. Raises as `receive`."""
         self._loop = loop = asyncio.get_running_loop()
         self._answers = asyncio.StreamReader(limit=self._longest)
         protocol = asyncio.StreamReaderProtocol(self._answers)
@@ -99,12 +98,12 @@ class LimitedProcess:
     async def receive(self, limit: float) -> Any:
         """Return the next message.
 
-        Raises TimeoutError after `limit` seconds, EOFError at the end, ValueError for invalid JSON."""
+        Raises TimeoutError after `limit` seconds, EOFError, and ValueError for invalid JSON."""
         try:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
         except TimeoutError:
-            async with asyncio.timeout(0.01):  # if this process was suspended, the answer is here
+            async with asyncio.timeout(0.01):  # the answer is there if this process was suspended
                 line = await self._answers.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -122,10 +121,10 @@ class LimitedProcess:
         return self.end()
 
     def end(self) -> str:
-        """Kill the process and all its descendants, and return how it ended."""
+        """Kill the process and its descendants; return how it ended."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
-                # It is about to end: wait for its own exit code.
+                # It is ending: wait for its exit code.
                 self._wait(_END_LIMIT)
             self._kill()
             self._wait(_END_LIMIT)
@@ -136,7 +135,7 @@ class LimitedProcess:
             if self._transports and not self._loop.is_closed():
                 for transport in self._transports:
                     if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
-                        transport.abort()  # `close` would wait until all was read
+                        transport.abort()  # `close` waits until all is read
                     transport.close()
             else:  # no transport closes them
                 for pipe in (self.process.stdin, self.process.stdout):
@@ -151,13 +150,13 @@ class LimitedProcess:
 
     def _kill(self) -> None:
         self._killed = self._killed or self.process.poll() is None
-        self.process.terminate()  # the supervisor first kills the others
+        self.process.terminate()  # the supervisor kills the rest
 
     def _wait(self, limit: float) -> None:
         try:
             self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # stuck in the kernel: continue without it
+            self.process.kill()  # stuck in the kernel
 
     async def _wait_async(self, limit: float) -> None:
         end = time.monotonic() + limit
@@ -166,13 +165,12 @@ class LimitedProcess:
 
 
 def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any], Iterator[Any]]]) -> None:
-    """Run such a process: answer `null` (ready) or an error, then messages until the input ends.
+    """Write `null` (ready) or an error, then answer messages until the input ends.
 
-    `prepare` makes from the settings the function that answers; the parent raises its ConfigError. Then the
-    sandbox closes."""
+    `prepare(settings)`, before `restrict`, returns the answering function or raises ConfigError."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
-    # User code's output must not mix with messages; stderr can report a failing start.
+    # User code's output must not mix with messages; stderr reports a failed start.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
@@ -199,7 +197,7 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
 
 
 def guard() -> None:
-    """Run the command in this process's arguments; it and its descendants end with the parent."""
+    """Run the command in `sys.argv`; it and its descendants end with the parent."""
     follow_parent()
     sys.exit(subprocess.call(sys.argv[2:]))
 
@@ -209,9 +207,9 @@ def plain_environment() -> dict[str, str]:
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process and its group once its parent is gone.
+    """Start a thread that ends this process and its group after the parent.
 
-    The end of its input does not show that: a forked child of the parent may keep the pipe open."""
+    Input may not end then, as another child of the parent may keep the pipe open."""
     parent = os.getppid()
 
     def follow() -> None:

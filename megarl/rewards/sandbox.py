@@ -1,7 +1,7 @@
-"""Confine processes that handle a policy's text: verifiers, tools and environments.
+"""Confine processes that handle a policy's text.
 
-`supervise` puts a supervisor above the process, to kill all it leaves behind. `restrict` gives up rights, as
-far as kernel and container allow; `probe` tries what holds."""
+A supervisor kills all that such a process leaves behind. `restrict` gives up rights, as far as kernel and
+container allow; `probe` tries them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-# "calculate", for megarl's own verifiers: "strict" that cannot start programs.
+# CALCULATE, for megarl's verifiers, is STRICT without programs.
 CALCULATE, STRICT, NETWORK, OFF = "calculate", "strict", "network", "off"
 
 PROCESSES, FILES, SOCKETS, LATER = "other processes", "other files", "the network", "the time after its end"
@@ -33,7 +33,7 @@ _PROBE_LIMIT = 20.0  # seconds
 
 _PARENT_CHECK = 1.0
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
-_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # only for the trainer
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # meant for the trainer
 _MOST_PROCESSES = 256
 
 # linux/prctl.h
@@ -44,7 +44,7 @@ _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000, 
 _ANY_NEW, _CLONE_THREAD = 0x7E020080, 0x10000
 _MOUNT_PRIVATE = (1 << 18) | (1 << 14)
 _BIND, _MOUNT_SETATTR = 1 << 12, 442
-_CAN_READ_ALL = (1 << 1) | (1 << 2)  # capabilities of root that reading a user's files may need
+_CAN_READ_ALL = (1 << 1) | (1 << 2)  # root's capabilities to read users' files
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.syscall.restype = ctypes.c_long
@@ -53,8 +53,8 @@ _LIBC.syscall.restype = ctypes.c_long
 class Supervised(NamedTuple):
     """A process under its supervisor.
 
-    folder     the only place where it may write
-    protected  process ids of its supervisor and the trainer"""
+    folder     the only one where it may write
+    protected  process ids of supervisor and trainer"""
 
     sandbox: str
     folder: Path
@@ -62,15 +62,15 @@ class Supervised(NamedTuple):
 
 
 def hide_memory() -> None:
-    """Hide environment, memory and open files from this user's other processes, debuggers included."""
+    """Hide environment, memory and open files from the user's processes and debuggers."""
     _call(_LIBC.prctl, _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def supervise(sandbox: str) -> Supervised:
-    """Fork, and return in the child. The parent, its supervisor, kills all that the child leaves running.
+    """Fork, and return in the child; the parent supervises it.
 
-    It writes the child's process id as a line to standard output, and ends like the child. SIGTERM or its
-    parent's death ends all. Call it before starting threads."""
+    The parent prints the child's process id, kills all that it leaves running, and ends as it does. SIGTERM,
+    SIGHUP or the trainer's death ends all. Call before any thread."""
     trainer = os.getppid()
     folder = Path(tempfile.mkdtemp(prefix="megarl-worker-"))
     for number in _IGNORED:
@@ -87,12 +87,12 @@ def supervise(sandbox: str) -> Supervised:
         _watch(child, init, trainer, folder)
     _die_with_parent()
     os.close(write)
-    os.read(written, 1)  # its messages must follow the process id
+    os.read(written, 1)  # the process id must come before its messages
     os.close(written)
-    os.setsid()  # it has its own process group, and cannot join another
+    os.setsid()  # so it cannot join another process group
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
-        with suppress(OSError):  # a container may mask /proc; Landlock then guards other processes
+        with suppress(OSError):  # if a container masks /proc, Landlock guards processes
             _call(_LIBC.mount, b"proc", b"/proc", b"proc", 0, None)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     return Supervised(sandbox, folder, protected)
@@ -101,7 +101,7 @@ def supervise(sandbox: str) -> Supervised:
 def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # so the child's end is the end of the messages
+    os.dup2(nowhere, 1)  # so messages end when the child does
     code: int | None = None
     while code is None:
         received = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
@@ -124,7 +124,7 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
 
 
 def _remove(folder: Path) -> None:
-    """Move deep entries up first, because shutil.rmtree fails on deep trees."""
+    """Remove a tree, moving entries up, because shutil.rmtree fails on deep trees."""
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -138,7 +138,7 @@ def _remove(folder: Path) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Return the child's exit code (negative: its signal), None while it runs."""
+    """Return the child's exit code (negative: signal), None while it runs."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -158,7 +158,7 @@ def _kill_rest(init: int | None) -> None:
         if ended:
             continue
         if init is None:
-            # Stop all first: a process that forks continuously would escape.
+            # Stop all first, so that none escapes by forking.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in _descendants():
                     with suppress(ProcessLookupError):
@@ -181,12 +181,12 @@ def _descendants() -> set[int]:
 
 
 def _enter_namespaces() -> int:
-    """Put later children into a new process namespace, and return the id of its first process.
+    """Put later children into new namespaces, and return the id of their init, which ends them.
 
-    All of them end with that process. Raises OSError if that is not allowed."""
+    Raises OSError."""
     flags = _NEW_PIDS | _NEW_MOUNTS | _NEW_IPC
     if os.geteuid() == 0:
-        _call(_LIBC.unshare, flags)  # in a user namespace, root could not read other users' files
+        _call(_LIBC.unshare, flags)  # in a user namespace, root could not read users' files
     else:
         user, group = os.geteuid(), os.getegid()
         _call(_LIBC.unshare, flags | _NEW_USER)
@@ -211,7 +211,7 @@ def _die_with_parent() -> None:
 
 
 def _can_enter_namespaces() -> bool:
-    """Try it in a child: on some kernels it fails half way, which leaves a process without rights."""
+    """Try it in a child, because a failure half way leaves a process without rights."""
     if not (child := os.fork()):
         try:
             os.kill(_enter_namespaces(), signal.SIGKILL)
@@ -222,23 +222,22 @@ def _can_enter_namespaces() -> bool:
 
 
 def restrict(process: Supervised) -> list[str]:
-    """Give up rights of this process and its children for good, and return the layers that apply.
+    """Give up rights of this process and its children for good; return the layers that apply.
 
-    It may read most files, write in its own folder, and sees no other process. Other rights depend on the
-    sandbox. Threads that already run keep their access to files."""
+    docs/verifiers.md lists the rights. Running threads keep their access to files."""
     if process.sandbox == OFF:
         return []
     layers = []
     if in_namespace := os.getppid() == 0:
         layers.append("namespaces")
     if process.sandbox != NETWORK:
-        _works(_LIBC.unshare, _NEW_NETWORK)  # else the filter of calls still holds
-    if in_namespace and os.geteuid() != 0:  # the user namespace counts only these processes
+        _works(_LIBC.unshare, _NEW_NETWORK)  # else seccomp still applies
+    if in_namespace and os.geteuid() != 0:  # counted per user namespace
         resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
     is_read_only = in_namespace and _make_read_only(process.folder)
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    hide_memory()  # or its children could write messages in its name
+    hide_memory()  # or its children could forge its messages
     if version := _landlock(process):
         layers.append(f"Landlock {version}")
     if _filter_calls(process, in_namespace, is_read_only):
@@ -247,7 +246,7 @@ def restrict(process: Supervised) -> list[str]:
 
 
 def probe() -> tuple[list[str], dict[str, bool]]:
-    """Return the layers of `restrict` here, and the targets that a strict sandbox protects, by trying."""
+    """Try `restrict`; return its layers and the targets that it protects."""
     boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
     with tempfile.NamedTemporaryFile() as other:
         process = subprocess.Popen(
@@ -266,7 +265,7 @@ def probe() -> tuple[list[str], dict[str, bool]]:
 
 
 def try_to_escape(other_file: str) -> NoReturn:
-    """Write the process id, and then which attempts of `probe` failed."""
+    """Write the process id, then the layers and which attempts failed."""
     trainer = os.getppid()
     layers = restrict(supervise(STRICT))
 
@@ -292,14 +291,14 @@ def try_to_escape(other_file: str) -> NoReturn:
 
 
 def _make_read_only(folder: Path) -> bool:
-    """Make all file systems but the folder read-only; return whether that worked.
+    """Make all but the folder read-only; return whether that worked.
 
-    Landlock does not cover modes, owners, times and extended attributes of files."""
+    Landlock ignores modes, owners, times and extended attributes."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
     here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
     place = str(folder).encode()
     try:
-        _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor keeps the original mounts
+        _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor keeps its mounts
         _call(_LIBC.mount, place, place, None, _BIND, None)
         _call(_LIBC.syscall, _MOUNT_SETATTR, here, b"/", recursive, read_only, len(read_only))
         _call(_LIBC.syscall, _MOUNT_SETATTR, here, place, 0, writable, len(writable))
@@ -309,7 +308,7 @@ def _make_read_only(folder: Path) -> bool:
 
 
 def _drop_capabilities() -> None:
-    """Under no_new_privs no exec brings them back."""
+    """Drop capabilities, which under no_new_privs no exec restores."""
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     held = ctypes.create_string_buffer(24)
     _call(_LIBC.capget, header, held)
@@ -318,13 +317,13 @@ def _drop_capabilities() -> None:
     _call(_LIBC.capset, header, kept)
 
 
-# ---- Landlock (linux/landlock.h; the calls have the same numbers on all architectures) ----
+# ---- Landlock (linux/landlock.h; the same numbers on all architectures) ----
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
-_RIGHTS = (0, 13, 14, 15, 15, 16)  # of rights to files, by version; the last is for all later ones
+_RIGHTS = (0, 13, 14, 15, 15, 16)  # number of file rights, by version
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -333,12 +332,12 @@ def landlock_version() -> int:
 
 
 def _landlock(process: Supervised) -> int:
-    """Allow reading except for secrets, and writing only in the folder. Returns the version."""
+    """Restrict reading and writing; return Landlock's version."""
     if not (version := landlock_version()):
         return 0
     handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
     tcp = 0b11 if process.sandbox != NETWORK else 0
-    attributes = struct.pack("=QQQ", handled, tcp, 0b11)  # the last: abstract sockets and signals
+    attributes = struct.pack("=QQQ", handled, tcp, 0b11)  # last: abstract sockets, signals
     ruleset = int(
         _call(
             _LIBC.syscall, _CREATE_RULESET, attributes, 24 if version >= 6 else 16 if version >= 4 else 8, 0
@@ -368,8 +367,8 @@ def _landlock(process: Supervised) -> int:
 def _readable() -> Iterator[Path]:
     """Yield what code may read.
 
-    All but temporary folders, devices, sockets, and hidden entries of the home, which hold keys. The current
-    folder and Python's are readable, unless they are such a folder themselves.
+    All but temporary folders, devices, sockets, and the home's hidden entries, which hold keys. The current
+    folder and Python's may lie in these.
     """
     keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
@@ -380,13 +379,13 @@ def _readable() -> Iterator[Path]:
     private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
     needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
     for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
-        # Not the private folder itself.
+        # Not if it is a private folder itself.
         yield from _without(path, keys | (private - set(path.parents)))
     yield from _without(Path("/"), keys | private)
 
 
 def _without(folder: Path, hidden: set[Path]) -> Iterator[Path]:
-    """Yield the folder, or the largest parts of it without hidden entries."""
+    """Yield the folder, or its largest parts without hidden entries."""
     if folder in hidden:
         return
     if not any(folder in one.parents for one in hidden):
@@ -406,7 +405,7 @@ def _numbers(table: str) -> dict[str, tuple[int, int]]:
     return {name: (int(x86), int(arm)) for name, x86, arm in zip(words, words, words, strict=True)}
 
 
-# Numbers on x86_64 and aarch64, 0: none. tests/security compares them with the headers.
+# Numbers on x86_64 and aarch64 (0: none); tests/security compares them with the headers.
 _ALWAYS = _numbers("""
     ptrace 101 117   process_vm_readv 310 270   process_vm_writev 311 271   pidfd_getfd 438 438
     kcmp 312 272   process_madvise 440 440   bpf 321 280   perf_event_open 298 241   userfaultfd 323 282
@@ -420,7 +419,7 @@ _ALWAYS = _numbers("""
     clock_settime 227 112   clock_adjtime 305 266   sethostname 170 161   setdomainname 171 162
     shmget 29 194   shmat 30 196   shmctl 31 195   semget 64 190   msgget 68 186   msgsnd 69 189
     msgrcv 70 188   mq_open 240 180
-""")  # never allowed: they reach into other processes or change the machine
+""")  # they reach into other processes or change the machine
 _SOMETIMES = _numbers("""
     socketpair 53 199   fcntl 72 25   truncate 76 45   socket 41 198   ioctl 16 29   clone 56 220
     clone3 435 435   fork 57 0   vfork 58 0   execve 59 221   execveat 322 281   kill 62 129
@@ -428,20 +427,20 @@ _SOMETIMES = _numbers("""
     pidfd_send_signal 424 424   prlimit64 302 261   sched_setaffinity 203 122   sched_setscheduler 144 119
     sched_setparam 142 118   sched_setattr 314 274   setpriority 141 140   ioprio_set 251 30
     migrate_pages 256 238   move_pages 279 239
-""")  # it depends on the sandbox, or on an argument
+""")  # depends on sandbox or argument
 _ATTRIBUTES = _numbers("""
     chmod 90 0   fchmod 91 52   fchmodat 268 53   chown 92 0   fchown 93 55   lchown 94 0   fchownat 260 54
     utime 132 0   utimes 235 0   futimesat 261 0   utimensat 280 88   setxattr 188 5   lsetxattr 189 6
     fsetxattr 190 7   removexattr 197 14   lremovexattr 198 15   fremovexattr 199 16
-""")  # of files, where not all file systems are read-only
+""")  # refused unless file systems are read-only
 _STARTING = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
-# AF_INET, AF_INET6, AF_NETLINK (for name resolution). Not AF_UNIX, which leads to services as docker's.
+# AF_INET, AF_INET6, AF_NETLINK (for name resolution); not AF_UNIX, which reaches services such as docker.
 _FAMILIES = (2, 10, 16)
 _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
-# TIOCSTI, TIOCLINUX type into the user's terminal. FIOSETOWN, SIOCSPGRP: signals to any process.
+# TIOCSTI, TIOCLINUX type into the terminal; FIOSETOWN, SIOCSPGRP signal any process.
 _FORBIDDEN_IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
 _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 
@@ -449,11 +448,11 @@ _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 class Rule(NamedTuple):
     """A system call that fails with `error`.
 
-    argument  that decides; None: it always fails
-    bits      fails if the argument has one of these bits
-    lacks     fails unless the argument has one of these bits
-    among     fails if the argument is one of these
-    unless    fails if the argument is none of these"""
+    argument  index of the argument that decides; None: always fails
+    bits      fails with one of these bits
+    lacks     fails without one of these bits
+    among     fails for these values
+    unless    fails for other values"""
 
     name: str
     argument: int | None = None
@@ -468,10 +467,10 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
     yield from map(Rule, _ALWAYS)
     yield Rule("ioctl", 1, among=_FORBIDDEN_IOCTLS)
     yield Rule("fcntl", 1, among=_OWNERS)
-    yield Rule("socketpair", 1, unless=_STREAMS)  # datagrams may be sent to any address
+    yield Rule("socketpair", 1, unless=_STREAMS)  # datagrams reach any address
     if not is_read_only:
         yield from map(Rule, ("truncate", *_ATTRIBUTES))
-    yield Rule("clone3", error=errno.ENOSYS)  # its flags are unreadable; libc then calls clone
+    yield Rule("clone3", error=errno.ENOSYS)  # unreadable flags; libc then calls clone
     yield Rule("clone", 0, bits=_ANY_NEW)
     yield Rule("socket", 0, unless=_FAMILIES) if process.sandbox == NETWORK else Rule("socket")
     if process.sandbox == CALCULATE:
@@ -503,7 +502,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
 
     program = [step(load, 4), step(equal, architecture, 1, 0), step(end, fails | errno.EPERM)]
     program.append(step(load, number))
-    # x86_64 has aliases of the calls from here on; aarch64 has none so high.
+    # x86_64 has aliases of the calls from here on.
     program += [step(at_least, 0x40000000, 0, 1), step(end, fails | errno.EPERM)]
     for rule in found:
         if not (call := (_ALWAYS | _SOMETIMES | _ATTRIBUTES)[rule.name][column]):
@@ -529,7 +528,7 @@ def filter_program(found: Iterable[Rule], machine: str) -> bytes:
 
 
 def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -> bool:
-    """Filter in all threads. Returns whether this kernel can."""
+    """Filter in all threads; return whether this kernel can."""
     if (machine := platform.machine()) not in _MACHINES:
         return False
     code = filter_program(rules(process, in_namespace, is_read_only), machine)
@@ -541,7 +540,7 @@ def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -
 
 
 def _call(function: Callable[..., int], *arguments: object) -> int:
-    """Pass integers as long. Raises OSError."""
+    """Call a C function with integers as long. Raises OSError."""
     ctypes.set_errno(0)
     given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
     if (result := function(*given)) < 0:

@@ -1,4 +1,4 @@
-"""Additions to the verifier's reward: soft overlong punishment, and `reward.terms`."""
+"""Soft overlong punishment, and functions for `reward.terms`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THINK_ANSWER = r"\A\s*<think>.*?</think>\s*<answer>.*?</answer>\s*\Z"
 
 
 def soft_overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
-    """Return DAPO eq. 13, in [-1, 0], for a response of `length` tokens.
+    """Return DAPO eq. 13, in [-1, 0], for |y| = `length` tokens.
 
     With L_max = `max_tokens` and L_cache = `buffer`: 0 for |y| <= L_max - L_cache; ((L_max - L_cache) -
     |y|) / L_cache up to L_max; -1 beyond. Raises ValueError unless 0 < buffer <= max_tokens."""
@@ -31,9 +31,8 @@ def cosine_length(
 ) -> float:
     """Return the cosine reward (Yeo et al. 2025, arXiv 2502.03373) for l of at most L tokens.
 
-    It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2, or `truncated` for a response that was cut. r_0 and
-    r_L are `*_short` and `*_long`, for correct and for wrong answers. The paper has no other reward
-    (`reward.weight` 0); its defaults favour short correct and longer wrong answers."""
+    It is r_L + (r_0 - r_L) (1 + cos(pi l / L)) / 2 with r_0 = `*_short` and r_L = `*_long`, or `truncated`.
+    The paper uses no other reward (`reward.weight` 0)."""
     if response.truncated:
         return truncated
     short, long = (correct_short, correct_long) if response.verdict.correct else (wrong_short, wrong_long)
@@ -41,13 +40,13 @@ def cosine_length(
 
 
 def matches(response: GradedResponse, pattern: str = THINK_ANSWER) -> float:
-    """Return 1 if the regular expression is found, else 0; `.` also matches line ends.
+    """Return 1 if the pattern is found, else 0; `.` also matches line ends.
 
-    The default is DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
+    Default: DeepSeek-R1's format reward (arXiv 2501.12948, section 2.2.2)."""
     return float(re.search(pattern, response.text, re.DOTALL) is not None)
 
 
 def boxed_or_answer_line(response: GradedResponse) -> float:
-    r"""Return 1 if there is an answer that verifiers can find (`Answer: ...` or `\\boxed{...}`), else 0."""
+    r"""Return 1 if there is an `Answer: ...` or `\boxed{...}`, else 0."""
     found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
     return float(any(answer is not None for answer in found))

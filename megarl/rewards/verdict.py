@@ -1,4 +1,4 @@
-"""Verdicts on responses, the argument of reward terms, and the lookup of verifiers and terms by name."""
+"""Verdicts, and the import of verifiers and reward terms."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from typing import Any, NamedTuple, cast
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.plugins import REINSTALL, plugins
 
-MAX_TEXT = 1000  # characters of an extracted answer or an error in a message
+MAX_TEXT = 1000  # characters of an answer or error in a message
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of grading one response.
 
-    correct    the answer is correct; counts for accuracy, pass@k, group filtering, positive-example loss
-    extracted  the normalised final answer, for majority voting; None if there is none
-    error      why grading failed, else None
-    graded     False: grading failed for a reason that the answer cannot cause, so the response counts
-               nowhere (docs/verifiers.md). True with an error: the answer caused the failure, and is wrong
-    score      partial credit, any finite number: 1 earns the reward of a correct answer, 0 that of a wrong
-               one; None: decided by `correct`
-    terms      name -> value of each of `reward.terms`; VerifierPool sets it"""
+    correct    counts for accuracy, pass@k, group filtering and positive-example loss
+    extracted  normalised final answer, for majority voting
+    error      why grading failed
+    graded     False: the answer cannot cause the error, and counts nowhere (docs/verifiers.md). True with an
+               error: the answer caused it, and is wrong
+    score      partial credit: 1 earns a correct answer's reward, 0 a wrong one's; None: use `correct`
+    terms      name -> value of `reward.terms`; VerifierPool sets it"""
 
     correct: bool
     extracted: str | None = None
@@ -41,7 +40,7 @@ class Verdict:
     graded: bool = True
 
     def reward(self, correct: float, incorrect: float) -> float:
-        """Return (1 - score) incorrect + score correct, which is exact at 0 and 1."""
+        """Return (1 - score) incorrect + score correct, exact at 0 and 1."""
         score = float(self.correct) if self.score is None else self.score
         return (1.0 - score) * incorrect + score * correct
 
@@ -49,8 +48,8 @@ class Verdict:
 class Reference(NamedTuple):
     """The reference of a problem with its own verifier.
 
-    answer    for people and for reward terms; "" if unknown
-    verifier  `module:function`, called with the response and `entry`"""
+    answer    for people and reward terms; "" if unknown
+    verifier  `module:function`, called with response and `entry`"""
 
     answer: str
     verifier: str
@@ -63,10 +62,10 @@ Verifier = Callable[[str, str], bool | float | tuple[bool, str | None] | Verdict
 
 @dataclass(frozen=True)
 class GradedResponse:
-    """A graded response, as a reward term receives it.
+    """The argument of a reward term.
 
-    answer   the reference answer
-    length   tokens, including the end-of-sequence token
+    answer   the reference
+    length   tokens, end-of-sequence included
     longest  rollout.max_response_tokens"""
 
     text: str
@@ -78,18 +77,16 @@ class GradedResponse:
 
 
 def short(text: object) -> str | None:
-    """Return at most MAX_TEXT characters. Unpaired surrogates, which JSON can contain, are replaced."""
+    """Cut to MAX_TEXT characters, and replace unpaired surrogates."""
     return None if text is None else str(text)[:MAX_TEXT].encode(errors="replace").decode()
 
 
 class UnusableError(Exception):
-    """A function of the user returned an invalid value."""
+    """A user's function returned an invalid value."""
 
 
 def as_verdict(result: object, who: str) -> Verdict:
-    """Convert the value that `who` returned. A number is a score, correct from 1 on.
-
-    Raises UnusableError for other types."""
+    """Convert the value that `who` returned; scores are correct from 1 on. Raises UnusableError."""
     if isinstance(result, bool) or _is_numpy_bool(result):
         return Verdict(bool(result))
     if isinstance(result, tuple):
@@ -106,7 +103,7 @@ def as_verdict(result: object, who: str) -> Verdict:
 
 
 def finite(value: Any, what: str, wanted: str) -> float:
-    """Return a finite number as float. Raises UnusableError with the given words."""
+    """Return a finite number. Raises UnusableError with `what` and `wanted`."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         raise UnusableError(f"{what} {type(value).__name__}, {wanted}")
     if not math.isfinite(number := float(value)):
@@ -116,9 +113,9 @@ def finite(value: Any, what: str, wanted: str) -> float:
 
 @contextmanager
 def _current_folder(module: str) -> Iterator[None]:
-    """Search the current folder last, during the block only.
+    """Search the current folder last, and only during the block.
 
-    Libraries ask for optional modules such as apex, and anybody may own the folder."""
+    Else libraries could import optional modules, such as apex, from a folder that others own."""
     folder = os.getcwd()
     if folder in sys.path or module in sys.modules or importlib.util.find_spec(module) is not None:
         yield
@@ -131,7 +128,7 @@ def _current_folder(module: str) -> Iterator[None]:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """Detect numpy's bool, neither a bool nor a Real, without importing numpy in a worker."""
+    """Detect numpy's bool without importing numpy."""
     return getattr(value, "shape", None) == () and getattr(value, "dtype", None) == "bool"
 
 
@@ -139,9 +136,7 @@ Term = Callable[[GradedResponse], float]  # other arguments are bound
 
 
 def verifier_path(name: str) -> str:
-    """Return the `module:function` of an installed verifier (`dapo`, `math`, ...), or the name itself.
-
-    Raises ConfigError for an unknown name."""
+    """Return the `module:function` of a verifier's name or path. Raises ConfigError."""
     if all(name.partition(":")):
         return name
     known = plugins("megarl.verifiers")
@@ -152,7 +147,7 @@ def verifier_path(name: str) -> str:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Import the function that `reward.verifier` names. Raises ConfigError as `import_object`."""
+    """Import a verifier. Raises ConfigError."""
     return import_object("reward.verifier", verifier_path(name))
 
 
@@ -161,9 +156,9 @@ def get_term(name: str, path: str, arguments: Mapping[str, Any]) -> Term:
 
 
 def import_object(key: str, path: str, what: str = "function") -> Callable[..., Any]:
-    """Import `module:function` that the configuration key `key` names; what: word for messages.
+    """Import `module:function` for the configuration key `key`.
 
-    Raises ConfigError if it cannot be imported or is not callable."""
+    Raises ConfigError if that fails or it is not callable."""
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError(f"{key}: {path!r} names no {what} (write package.module:{what})")
