@@ -168,8 +168,16 @@ class Policy:
             return None
         assert self.earlier is not None
         # Earlier tokens lack observations after the last turn.
-        first = self.written.num_tokens + len(self._observed)
-        if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
+        last = self.written.num_tokens
+        first = last + len(self._observed)
+        is_sampled = self.earlier.is_sampled
+        is_same = self.earlier.tokens[last:first].tolist() == self._observed
+        # Observations of another length would shift the turn to other tokens.
+        if is_sampled is not None:
+            is_same = (
+                is_same and not is_sampled[last:first].any() and bool(is_sampled[first : first + 1].all())
+            )
+        if not is_same:
             self._to_replay = []
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")

@@ -572,6 +572,34 @@ def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
     assert written.is_sampled.tolist() == [False] * 4 + [True] * 6
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("shown", [[7, 8], [7, 8, 9, 20], [7, 9, 9]])
+def test_an_earlier_turn_is_not_replayed_after_another_observation(shown: list[int], lenient: bool) -> None:
+    """A shorter or longer observation with the same first tokens is another one, too."""
+
+    class Client:
+        async def generate(self, *_: Any, **__: Any) -> TokenData:
+            return TokenData([20, 21], [-1.0] * 2, "stop", [3] * 2)
+
+    async def act(policy: Policy, observed: list[int]) -> TokenData:
+        policy.lenient = lenient
+        for tokens in ([], observed):
+            policy.observe(tokens)
+            await policy.generate()
+        return policy.result(ended=False)
+
+    client: Any = Client()
+    earlier = asyncio.run(act(Policy(prompt_of([5, 6]), client, 5, SamplingParams(20)), [7, 8, 9]))
+    again = Policy(prompt_of([5, 6]), client, 5, SamplingParams(20), earlier)
+    if not lenient:
+        with pytest.raises(EngineError, match="shows the policy something else"):
+            asyncio.run(act(again, shown))
+        return
+    written = asyncio.run(act(again, shown))
+    assert written.tokens.tolist() == [20, 21, *shown, 20, 21]
+    assert written.is_sampled.tolist() == [True] * 2 + [False] * len(shown) + [True] * 2
+
+
 @pytest.mark.parametrize("aborted_again", [False, True])
 def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool) -> None:
     """By an engine that looks for it in what it writes itself, as SGLang does."""
