@@ -70,9 +70,9 @@ class Command(TyperCommand):
                 # Without the type that Typer appends.
                 label = record[0] if param.param_type_name == "option" else param.display_name_raw
                 records[param.param_type_name].append((label, record[1]))
-        for kind, rows in records.items():
+        for param_type, rows in records.items():
             if rows:
-                with formatter.section(f"{kind.title()}s"):
+                with formatter.section(f"{param_type.title()}s"):
                     formatter.write_dl(rows)
 
 
