@@ -32,9 +32,9 @@ def group_families(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
     """Group runs whose configurations differ only in seed and folder."""
     groups: dict[str, list[RecordedRun]] = {}
     for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
+        settings = {key: value for key, value in run.config.items() if key not in ("seed", "run_dir")}
         # A run without a configuration is a separate group.
-        key = json.dumps(rest, sort_keys=True, default=str) if rest else str(number)
+        key = json.dumps(settings, sort_keys=True, default=str) if settings else str(number)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
@@ -44,7 +44,7 @@ def average_curves(courses: Sequence[Points]) -> tuple[Points, dict[int, tuple[f
     if len(courses) < 2:
         return (courses[0] if courses else {}), {}
     steps = sorted(set(courses[0]).intersection(*courses[1:]))
-    values = {step: [course[step] for course in courses] for step in steps}
+    values = {step: [curve[step] for curve in courses] for step in steps}
     means = {step: sum(v) / len(v) for step, v in values.items()}
     return means, {step: (min(v), max(v)) for step, v in values.items()}
 
@@ -76,25 +76,29 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 
     Runs that differ only in seed share a curve: their mean, with a band of their range."""
 
-    def points(run: RecordedRun, key: str) -> Points:
+    def read_points(run: RecordedRun, key: str) -> Points:
         # With one sample, pass and majority equal the average.
-        repeated = max(run.points(EVALUATION, "eval/k").values(), default=1) <= 1
-        return {} if repeated and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
+        is_single_sample = max(run.points(EVALUATION, "eval/k").values(), default=1) <= 1
+        return (
+            {} if is_single_sample and key in ("eval/pass", "eval/majority") else run.points(spec.stage, key)
+        )
 
-    if spec.nonzero and not any(any(points(run, key).values()) for run in runs for key in spec.curves):
+    if spec.nonzero and not any(any(read_points(run, key).values()) for run in runs for key in spec.curves):
         return None
-    related = group_families(runs)
-    overlay = len(related) > 1
+    families = group_families(runs)
+    overlay = len(families) > 1
     line_by_curve: dict[tuple[int, int], Line] = {}  # by family and curve
-    for r, family in enumerate(related):
-        for c, (key, (label, colour)) in enumerate(spec.curves.items()):
-            mean, band = average_curves([course for run in family if (course := points(run, key))])
+    for family_index, family in enumerate(families):
+        for curve_index, (key, (label, colour)) in enumerate(spec.curves.items()):
+            mean, band = average_curves([curve for run in family if (curve := read_points(run, key))])
             markers = spec.stage == EVALUATION or len(mean) <= 12
-            shade = run_colour(r) if overlay else COLOUR[colour]
+            shade = run_colour(family_index) if overlay else COLOUR[colour]
             if mean:
-                line_by_curve[r, c] = Line(mean, shade, label, c if overlay else 0, markers, spec.noisy, band)
+                line_by_curve[family_index, curve_index] = Line(
+                    mean, shade, label, curve_index if overlay else 0, markers, spec.noisy, band
+                )
     lines = list(line_by_curve.values())
-    if len({c for _, c in line_by_curve}) == 1:
+    if len({curve_index for _, curve_index in line_by_curve}) == 1:
         lines = [replace(line, label="", style=0) for line in lines]
     return Drawing(plots.draw_lines(lines, spec.xlabel, spec.limits, spec.log)) if lines else None
 
@@ -102,34 +106,34 @@ def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
 def draw_rewards(runs: Runs) -> Drawing | None:
     """Plot the verifier's score, the reward terms and the reward model's score."""
     records = [record for run in runs for record in run.by_stage.get(TRAIN, {}).values()]
-    named = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
-    keys = {key for record in records for key in record if key in named or key.startswith("reward/term_")}
-    names = {key: named.get(key) or _words(key.removeprefix("reward/term_")) for key in sorted(keys)}
-    curves = dict(zip(names, zip(names.values(), cycle(COLOUR), strict=False), strict=False))
+    labels = {"reward/score": "verifier's score", "reward/model_mean": "reward model"}
+    keys = {key for record in records for key in record if key in labels or key.startswith("reward/term_")}
+    label_by_key = {key: labels.get(key) or _words(key.removeprefix("reward/term_")) for key in sorted(keys)}
+    curves = dict(zip(label_by_key, zip(label_by_key.values(), cycle(COLOUR), strict=False), strict=False))
     return draw_curves(Spec("", "", curves), runs) if curves else None
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
     """Plot the shares of groups that are kept, all wrong (of one run only) and all right."""
 
-    def shares(run: RecordedRun, name: str) -> Points:
+    def read_shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get(TRAIN, {}).items()
-        return {step: found[name] for step, record in steps if (found := compute_group_shares(record))}
+        return {step: shares[name] for step, record in steps if (shares := compute_group_shares(record))}
 
-    if not any(shares(run, "kept") for run in runs):
+    if not any(read_shares(run, "kept") for run in runs):
         return None
     if len(runs) > 1:
         lines = []
-        for r, family in enumerate(group_families(runs)):
+        for family_index, family in enumerate(group_families(runs)):
             for style, name in enumerate(("kept", "all_right")):
-                mean, band = average_curves([course for run in family if (course := shares(run, name))])
+                mean, band = average_curves([curve for run in family if (curve := read_shares(run, name))])
                 label = _words(name)
-                lines += [Line(mean, run_colour(r), label, style, band=band)] if mean else []
+                lines += [Line(mean, run_colour(family_index), label, style, band=band)] if mean else []
         return Drawing(plots.draw_lines(lines, "step", (0, 1)))
     layers = [
-        Line(shares(runs[0], "kept"), BLUE, "kept: right and wrong answers"),
-        Line(shares(runs[0], "all_wrong"), ORANGE, "all wrong"),
-        Line(shares(runs[0], "all_right"), GREEN, "all right"),
+        Line(read_shares(runs[0], "kept"), BLUE, "kept: right and wrong answers"),
+        Line(read_shares(runs[0], "all_wrong"), ORANGE, "all wrong"),
+        Line(read_shares(runs[0], "all_right"), GREEN, "all right"),
     ]
     return Drawing(plots.draw_stack(layers, (0, 1)), tuple((layer.colour, layer.label) for layer in layers))
 
@@ -139,9 +143,11 @@ def _phases(runs: Runs, prefix: str, nonzero: bool = False) -> dict[str, str]:
     records = [record for run in runs for record in run.by_stage.get(run.main_stage, {}).values()]
     keys = {key for record in records for key, value in record.items() if value or not nonzero}
     names = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)} - {"step"}
-    others, rest = sorted(names - set(PHASES)), COLOURS[len(PHASES) :]
-    known = {phase: COLOURS[i] for i, phase in enumerate(PHASES) if phase in names}
-    return known | {phase: rest[i % len(rest)] for i, phase in enumerate(others)}
+    other_phases, free_colours = sorted(names - set(PHASES)), COLOURS[len(PHASES) :]
+    colour_by_phase = {phase: COLOURS[i] for i, phase in enumerate(PHASES) if phase in names}
+    return colour_by_phase | {
+        phase: free_colours[i % len(free_colours)] for i, phase in enumerate(other_phases)
+    }
 
 
 def _words(name: str) -> str:
@@ -149,30 +155,34 @@ def _words(name: str) -> str:
 
 
 def draw_times(runs: Runs) -> Drawing | None:
-    """Plot the seconds of each phase and the step's rest; of several runs their means, as bars."""
+    """Plot the seconds of each phase, and of the rest of the step; for several runs bars of the means."""
     phases = _phases(runs, "time/")
-    rest = "other" if phases else "whole step"
-    colours = {**phases, rest: COLOURS[-1] if phases else BLUE}
-    courses, means = [], []  # per run: phase -> step -> seconds; phase -> mean seconds
+    remainder = "other" if phases else "whole step"
+    colours = {**phases, remainder: COLOURS[-1] if phases else BLUE}
+    curves_by_run, means = [], []  # per run: phase -> step -> seconds, phase -> mean seconds
     for run in runs:
-        course = {phase: run.points(run.main_stage, f"time/{phase}") for phase in phases}
-        total = run.points(run.main_stage, "time/step")
-        explained = {step: sum(c.get(step, 0.0) for c in course.values()) for step in total}
-        course[rest] = {step: max(0.0, seconds - explained[step]) for step, seconds in total.items()}
+        curves = {phase: run.points(run.main_stage, f"time/{phase}") for phase in phases}
+        step_seconds = run.points(run.main_stage, "time/step")
+        phase_seconds = {step: sum(c.get(step, 0.0) for c in curves.values()) for step in step_seconds}
+        curves[remainder] = {
+            step: max(0.0, seconds - phase_seconds[step]) for step, seconds in step_seconds.items()
+        }
         steps = max(1, len(run.by_stage.get(run.main_stage, ())))
-        courses.append(course)
-        means.append({phase: sum(c.values()) / steps for phase, c in course.items()})
-    shown = [phase for phase in colours if any(mean[phase] for mean in means)]
-    if not shown:
+        curves_by_run.append(curves)
+        means.append({phase: sum(c.values()) / steps for phase, c in curves.items()})
+    shown_phases = [phase for phase in colours if any(mean[phase] for mean in means)]
+    if not shown_phases:
         return None
     if len(runs) > 1:
-        pieces = [[(mean[p], colours[p]) for p in shown] for mean in means]
+        pieces = [[(mean[p], colours[p]) for p in shown_phases] for mean in means]
         bars = dict(zip((run.name for run in runs), pieces, strict=True))
-        return Drawing(plots.draw_bars(bars, "s"), tuple((colours[p], _words(p)) for p in shown))
-    mean, whole = means[0], sum(means[0].values())
-    texts = {p: f"{_words(p)} {plots.format_value(mean[p])} s, {mean[p] / whole:.0%}" for p in shown}
-    layers = [Line(courses[0][p], colours[p]) for p in shown]
-    return Drawing(plots.draw_stack(layers), tuple((colours[p], texts[p]) for p in shown))
+        return Drawing(plots.draw_bars(bars, "s"), tuple((colours[p], _words(p)) for p in shown_phases))
+    mean, mean_total = means[0], sum(means[0].values())
+    texts = {
+        p: f"{_words(p)} {plots.format_value(mean[p])} s, {mean[p] / mean_total:.0%}" for p in shown_phases
+    }
+    layers = [Line(curves_by_run[0][p], colours[p]) for p in shown_phases]
+    return Drawing(plots.draw_stack(layers), tuple((colours[p], texts[p]) for p in shown_phases))
 
 
 def draw_timeline(runs: Runs) -> Drawing | None:
@@ -184,11 +194,13 @@ def draw_timeline(runs: Runs) -> Drawing | None:
     if not steps:
         return None
     names = {phase["phase"] for phases in run.timeline.values() for phase in phases}
-    known = {phase: COLOURS[i] for i, phase in enumerate(PHASES)}
-    free = cycle((*(c for p, c in known.items() if p not in names), *COLOURS[len(PHASES) : -1]))
-    colours = {name: known.get(name) or next(free) for name in sorted(names)}
+    fixed_colours = {phase: COLOURS[i] for i, phase in enumerate(PHASES)}
+    free_colours = cycle(
+        (*(c for p, c in fixed_colours.items() if p not in names), *COLOURS[len(PHASES) : -1])
+    )
+    colours = {name: fixed_colours.get(name) or next(free_colours) for name in sorted(names)}
     colours |= {name: COLOURS[-1] for name in names if name.startswith(WAIT)}
-    panels, shown = [], dict.fromkeys(names, 0.0)
+    panels, seconds_by_phase = [], dict.fromkeys(names, 0.0)
     for title, begin, end in steps:
         rows: dict[str, list[Interval]] = {}
         for rank, phases in run.timeline.items():
@@ -196,14 +208,18 @@ def draw_timeline(runs: Runs) -> Drawing | None:
             for phase in phases:
                 if phase["end"] <= begin or phase["begin"] >= end:
                     continue
-                at, until = max(phase["begin"], begin), min(phase["end"], end)
-                waited = max(0.0, phase["waited"] - (phase["end"] - until))
-                row.append(Interval(at - begin, until - begin, waited, colours[phase["phase"]]))
-                shown[phase["phase"]] += until - at
+                visible_begin, visible_end = max(phase["begin"], begin), min(phase["end"], end)
+                waited = max(0.0, phase["waited"] - (phase["end"] - visible_end))
+                row.append(
+                    Interval(visible_begin - begin, visible_end - begin, waited, colours[phase["phase"]])
+                )
+                seconds_by_phase[phase["phase"]] += visible_end - visible_begin
         panels.append((f"{title}: {plots.format_value(end - begin)} s", rows))
-    least = 0.01 * sum(shown.values())
+    min_seconds = 0.01 * sum(seconds_by_phase.values())
     legend = tuple(
-        (colours[n], _words(n)) for n in sorted(names, key=lambda n: -shown[n]) if shown[n] > least
+        (colours[n], _words(n))
+        for n in sorted(names, key=lambda n: -seconds_by_phase[n])
+        if seconds_by_phase[n] > min_seconds
     )
     return Drawing(plots.draw_timeline(panels), legend, _tabulate_waits(run, sorted(names)))
 
@@ -218,18 +234,18 @@ def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
         if phase["stage"] == run.main_stage and phase["step"] in run.by_stage.get(run.main_stage, {}):
             begins.setdefault(phase["step"], phase["begin"])
     ends = {step: begins.get(step + 1) for step in begins}
-    own = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
-    spans = {step: (begins[step], ends[step] or end) for step, end in own if step in begins}
+    phase_ends = ((phase["step"], phase["end"]) for phase in rank_0 if phase["stage"] == run.main_stage)
+    spans = {step: (begins[step], ends[step] or end) for step, end in phase_ends if step in begins}
     if not spans:
         return []
-    taken = {step: end - begin for step, (begin, end) in spans.items()}
-    steps = sorted(taken)[1:] or list(taken)
-    by_time = sorted(steps, key=taken.__getitem__)
+    seconds_by_step = {step: end - begin for step, (begin, end) in spans.items()}
+    steps = sorted(seconds_by_step)[1:] or list(seconds_by_step)
+    steps_by_duration = sorted(steps, key=seconds_by_step.__getitem__)
     names: dict[int, list[str]] = {}
     for name, step in (
         ("after warm-up", steps[0]),
-        ("median", by_time[len(by_time) // 2]),
-        ("slowest", by_time[-1]),
+        ("median", steps_by_duration[len(steps_by_duration) // 2]),
+        ("slowest", steps_by_duration[-1]),
         ("last", steps[-1]),
     ):
         names.setdefault(step, []).append(name)
@@ -245,12 +261,12 @@ def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], 
         for phase in phases:
             shares[phase["phase"]] = shares.get(phase["phase"], 0.0) + phase["waited"] / total
     columns = [n for n in names if any(shares.get(n, 0.0) >= 0.0005 for shares in waits.values())]
-    every = {n: sum(shares.get(n, 0.0) for shares in waits.values()) / len(waits) for n in columns}
-    some = f"{len(waits)} of {run.ranks} ranks" if len(waits) < run.ranks else "all ranks"
+    mean_shares = {n: sum(shares.get(n, 0.0) for shares in waits.values()) / len(waits) for n in columns}
+    mean_label = f"{len(waits)} of {run.ranks} ranks" if len(waits) < run.ranks else "all ranks"
     rows = []
-    for name, shares in {some: every, **waits}.items():
+    for name, shares in {mean_label: mean_shares, **waits}.items():
         numbers = sum(shares.values()), *(shares.get(n, 0.0) for n in columns)
-        rows.append(([name, *(f"{number:.1%}" for number in numbers)], name == some))
+        rows.append(([name, *(f"{number:.1%}" for number in numbers)], name == mean_label))
     return ["share of the time that it waited", "all phases", *map(_words, columns)], rows
 
 
@@ -261,8 +277,8 @@ def draw_memory(runs: Runs) -> Drawing | None:
         colours = _phases([run], "memory/", nonzero=True)
         peaks = {p: max(run.points(run.main_stage, f"memory/{p}").values()) / 2**30 for p in colours}
         if peaks and len(runs) > 1:
-            most = max(peaks, key=peaks.__getitem__)
-            bars[f"{run.name}: {_words(most)}"] = [(peaks[most], colours[most])]
+            peak_phase = max(peaks, key=peaks.__getitem__)
+            bars[f"{run.name}: {_words(peak_phase)}"] = [(peaks[peak_phase], colours[peak_phase])]
         elif peaks:
             bars = {_words(phase): [(peak, colours[phase])] for phase, peak in peaks.items()}
     return Drawing(plots.draw_bars(bars, "GiB")) if bars else None
@@ -285,36 +301,41 @@ class Third(NamedTuple):
 def add_tables(tables: Sequence[Mapping[str, Any]]) -> Table:
     """Add tables bin by bin, without those of another shape than the last one's."""
     shapes = [{row: len(sums) for row, sums in table.items()} for table in tables]
-    same = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
-    bins = {row: zip(*([x or 0.0 for x in table[row]] for table in same), strict=True) for row in shapes[-1]}
-    return {row: [sum(found) for found in columns] for row, columns in bins.items()}
+    matching_tables = [table for table, shape in zip(tables, shapes, strict=True) if shape == shapes[-1]]
+    bins = {
+        row: zip(*([x or 0.0 for x in table[row]] for table in matching_tables), strict=True)
+        for row in shapes[-1]
+    }
+    return {row: [sum(column) for column in columns] for row, columns in bins.items()}
 
 
 def sum_thirds(records: Sequence[Record], name: str, stage: str) -> list[Third]:
     """Sum table `name` over the first and last third of a stage's steps; over all if fewer than 3."""
-    selected = (record for record in records if record["stage"] == stage)
-    tables = {record["step"]: record[name] for record in selected if isinstance(record.get(name), dict)}
-    order = sorted(tables)
-    size = -(-len(order) // 3)
-    chosen = [order[:size], order[-size:]] if len(order) > 2 else [order] if order else []
-    return [Third(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in chosen]
+    stage_records = (record for record in records if record["stage"] == stage)
+    tables = {record["step"]: record[name] for record in stage_records if isinstance(record.get(name), dict)}
+    all_steps = sorted(tables)
+    size = -(-len(all_steps) // 3)
+    thirds = [all_steps[:size], all_steps[-size:]] if len(all_steps) > 2 else [all_steps] if all_steps else []
+    return [Third(steps[0], steps[-1], add_tables([tables[step] for step in steps])) for steps in thirds]
 
 
 def collect_tables(runs: Runs, name: str) -> list[tuple[str, str, Table]]:
     """Return (colour, legend, sums of table `name`) of each curve, the latest steps last."""
-    related = group_families(runs)
+    families = group_families(runs)
     tables: list[tuple[str, str, Table]] = []
-    for number, family in enumerate(related):
+    for number, family in enumerate(families):
         stages = ([sum_thirds(run.distributions, name, stage) for stage in DISTRIBUTED] for run in family)
-        sums = [train or pretraining for train, pretraining in stages if train or pretraining]
-        if sums and len(related) > 1:
-            tables.append((run_colour(number), "", add_tables([one[-1].table for one in sums])))
-        elif sums:
-            both = all(len(one) > 1 for one in sums)
-            for colour, i in ((EARLY, 0), (LATE, -1)) if both else ((LATE, -1),):
-                first, last, _ = sums[0][i]
+        thirds_by_run = [train or pretraining for train, pretraining in stages if train or pretraining]
+        if thirds_by_run and len(families) > 1:
+            tables.append(
+                (run_colour(number), "", add_tables([thirds[-1].table for thirds in thirds_by_run]))
+            )
+        elif thirds_by_run:
+            has_early_steps = all(len(thirds) > 1 for thirds in thirds_by_run)
+            for colour, i in ((EARLY, 0), (LATE, -1)) if has_early_steps else ((LATE, -1),):
+                first, last, _ = thirds_by_run[0][i]
                 legend = f"steps {first} to {last}" if last > first else f"step {first}"
-                tables.append((colour, legend, add_tables([one[i].table for one in sums])))
+                tables.append((colour, legend, add_tables([thirds[i].table for thirds in thirds_by_run])))
     return tables
 
 
@@ -331,15 +352,19 @@ def draw_lambda(runs: Runs) -> Drawing | None:
     tables = collect_tables(runs, "lambda")
     if not tables:
         return None
-    longest = max((run.setting("rollout", "max_response_tokens", default=0) or 0 for run in runs), default=0)
+    max_tokens = max(
+        (run.setting("rollout", "max_response_tokens", default=0) or 0 for run in runs), default=0
+    )
     stairs, lines = [], []
     for colour, _, table in tables:
         counts, sums = table["responses"], table["lambda"]
-        width = (longest or len(counts)) / len(counts)
+        width = (max_tokens or len(counts)) / len(counts)
         edges = [i * width for i in range(len(counts) + 1)]
         stairs.append(Stairs(edges, _shares(counts), colour, filled=True))
-        filled = [i for i, n in enumerate(counts) if n]
-        lines.append(([(i + 0.5) * width for i in filled], [sums[i] / counts[i] for i in filled], colour))
+        filled_bins = [i for i, n in enumerate(counts) if n]
+        lines.append(
+            ([(i + 0.5) * width for i in filled_bins], [sums[i] / counts[i] for i in filled_bins], colour)
+        )
     return Drawing(plots.draw_stairs(stairs, "response length, tokens", lines=lines), _legend(tables))
 
 
@@ -362,14 +387,14 @@ def draw_entropy(runs: Runs) -> Drawing | None:
 def draw_value_error(runs: Runs) -> Drawing | None:
     """Plot the mean |V - R|, and for one family's last steps V - R, by position in the response."""
     tables = collect_tables(runs, "value_error")
-    one_kind = all(text for _, text, _ in tables)
+    is_one_family = all(text for _, text, _ in tables)
     lines = []
     for number, (colour, _, table) in enumerate(tables):
-        last = number == len(tables) - 1 and one_kind
+        is_last = number == len(tables) - 1 and is_one_family
         for row, label, style in (("absolute", "|V-R|", 0), ("error", "V-R", 2)):
             means = means_by_position(table, row)
-            if means and (row == "absolute" or last):
-                lines.append(Line(means, colour, label if last else "", style, noisy=False))
+            if means and (row == "absolute" or is_last):
+                lines.append(Line(means, colour, label if is_last else "", style, noisy=False))
     if not lines:
         return None
     return Drawing(plots.draw_lines(lines, "part of the response, %", (0, None)), _legend(tables))
@@ -377,7 +402,7 @@ def draw_value_error(runs: Runs) -> Drawing | None:
 
 def draw_mismatch(runs: Runs) -> Drawing | None:
     """Plot the shares of tokens by difference of log-probs."""
-    tables = [part for part in collect_tables(runs, "mismatch") if sum(part[2]["tokens"])]
+    tables = [entry for entry in collect_tables(runs, "mismatch") if sum(entry[2]["tokens"])]
     if not tables:
         return None
     bins = len(tables[0][2]["tokens"])
@@ -385,14 +410,14 @@ def draw_mismatch(runs: Runs) -> Drawing | None:
     ticks = {middle + 0.5: "0"}
     for decade in (-5, -3, -1, 1):
         # Edges are half decades from 1e-6 (algorithms/mismatch.py), on both sides of the middle bin.
-        at = 1 + 2 * (decade + 6)
+        edge = 1 + 2 * (decade + 6)
         text = f"{10.0**decade:g}" if decade > -3 else f"1e{decade}"
-        ticks |= {middle + at: text, middle + 1 - at: f"-{text}"}
+        ticks |= {middle + edge: text, middle + 1 - edge: f"-{text}"}
     stairs = []
     for colour, text, table in tables:
         if len(table["tokens"]) == bins:
-            filled = table is tables[-1][2] and bool(text)
-            stairs.append(Stairs(range(bins + 1), _shares(table["tokens"]), colour, filled))
+            is_filled = table is tables[-1][2] and bool(text)
+            stairs.append(Stairs(range(bins + 1), _shares(table["tokens"]), colour, is_filled))
     return Drawing(plots.draw_stairs(stairs, "difference, nats", ticks=ticks, log=True), _legend(tables))
 
 

@@ -89,28 +89,28 @@ def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
     """Return at most MAX_POINTS steps and values, averages of neighbours."""
     size = max(1, math.ceil(len(points) / MAX_POINTS))
 
-    def averaged(numbers: list[float]) -> list[float]:
+    def average(numbers: list[float]) -> list[float]:
         chunks = [numbers[i : i + size] for i in range(0, len(numbers), size)]
         return [sum(chunk) / len(chunk) for chunk in chunks]
 
-    return averaged([float(step) for step in points]), averaged(list(points.values()))
+    return average([float(step) for step in points]), average(list(points.values()))
 
 
 def moving_average(ys: Sequence[float]) -> list[float]:
     """Return the centred mean over an eighth of a short curve, a twentieth of a long one.
 
-    At the ends, where the window is not centred, a line fitted to it keeps a steep start steep."""
-    half = max(min(len(ys) // 16, 10), len(ys) // 40)
-    smooth = []
+    At the ends the window is not centred. There the value of a fitted line keeps a steep start steep."""
+    half_width = max(min(len(ys) // 16, 10), len(ys) // 40)
+    averages = []
     for i in range(len(ys)):
-        start = max(0, min(i - half, len(ys) - 2 * half - 1))
-        window = ys[start : start + 2 * half + 1]
-        offsets = [j - half for j in range(len(window))]
+        start = max(0, min(i - half_width, len(ys) - 2 * half_width - 1))
+        window = ys[start : start + 2 * half_width + 1]
+        offsets = [j - half_width for j in range(len(window))]
         products = (o * y for o, y in zip(offsets, window, strict=True))
         slope = sum(products) / max(1, sum(o * o for o in offsets))
-        fitted = sum(window) / len(window) + slope * (offsets[0] + i - start)
-        smooth.append(min(max(fitted, min(window)), max(window)))
-    return smooth
+        fit = sum(window) / len(window) + slope * (offsets[0] + i - start)
+        averages.append(min(max(fit, min(window)), max(window)))
+    return averages
 
 
 def format_value(value: float) -> str:
@@ -142,20 +142,20 @@ def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tu
 
 def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float, float]) -> None:
     """Set limits, ticks and the x label, after plotting."""
-    least, most = float(axes.dataLim.y0), float(axes.dataLim.y1)
+    data_min, data_max = float(axes.dataLim.y0), float(axes.dataLim.y1)
     if log:
         axes.set_yscale("log")
-        bottom = 10.0 ** math.floor(math.log10(least))
-        axes.set_ylim(bottom, max(10.0 ** math.ceil(math.log10(most)), 10 * bottom))
+        bottom = 10.0 ** math.floor(math.log10(data_min))
+        axes.set_ylim(bottom, max(10.0 ** math.ceil(math.log10(data_max)), 10 * bottom))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         low, high = axes.get_ylim()
-        shown = max(abs(low), abs(high)) * 0.02
-        if high - low < shown:  # do not magnify the noise of a constant
-            low, high = low - shown, high + shown
+        min_span = max(abs(low), abs(high)) * 0.02
+        if high - low < min_span:  # do not magnify the noise of a constant
+            low, high = low - min_span, high + min_span
         # Data beyond a limit extends the axis.
-        low = limits[0] if limits[0] is not None and least >= limits[0] else low
-        high = limits[1] if limits[1] is not None and most <= limits[1] else high
+        low = limits[0] if limits[0] is not None and data_min >= limits[0] else low
+        high = limits[1] if limits[1] is not None and data_max <= limits[1] else high
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
@@ -168,7 +168,7 @@ def finish(axes: Axes, xlabel: str, limits: Limits, log: bool, span: tuple[float
 def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None), log: bool = False) -> str:
     """Plot curves over steps; with `log` only their positive values."""
     if log:
-        positive = [
+        positive_lines = [
             replace(
                 line,
                 points={x: y for x, y in line.points.items() if y > 0},
@@ -176,51 +176,58 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
             )
             for line in lines
         ]
-        drawable = [line for line in positive if line.points]
-        lines, log = drawable or lines, bool(drawable)
-    courses = []  # per line: steps, values, smoothed values
+        nonempty_lines = [line for line in positive_lines if line.points]
+        lines, log = nonempty_lines or lines, bool(nonempty_lines)
+    curves = []  # per line: steps, values, smoothed values
     for line in lines:
         xs, ys = average_neighbours(line.points)
-        smooth = line.noisy and len(ys) >= SMOOTH_FROM and not line.markers
-        courses.append((xs, ys, moving_average(ys) if smooth else ys))
-    ends = [main[-1] for _, _, main in courses]
-    texts = [f"{line.label} {format_value(end)}".strip() for line, end in zip(lines, ends, strict=True)]
+        is_smoothed = line.noisy and len(ys) >= SMOOTH_FROM and not line.markers
+        curves.append((xs, ys, moving_average(ys) if is_smoothed else ys))
+    last_values = [smoothed[-1] for _, _, smoothed in curves]
+    texts = [
+        f"{line.label} {format_value(last_value)}".strip()
+        for line, last_value in zip(lines, last_values, strict=True)
+    ]
     fig, axes = figure(right=8 + 5.6 * max(map(len, texts)))
-    for line, (xs, ys, main) in zip(lines, courses, strict=True):
+    for line, (xs, ys, smoothed) in zip(lines, curves, strict=True):
         if line.band:
             steps = sorted(line.band)
             lows, highs = zip(*(line.band[step] for step in steps), strict=True)
             axes.fill_between(steps, lows, highs, color=line.colour, alpha=0.18, linewidth=0)
-        if main is not ys:
+        if smoothed is not ys:
             axes.plot(xs, ys, color=line.colour, linewidth=0.7, alpha=0.35)
-        look: dict[str, Any] = {"marker": "o", "markersize": 4} if line.markers or len(xs) == 1 else {}
-        look |= {"color": line.colour, "linestyle": STYLES[line.style % len(STYLES)], "linewidth": 1.9}
-        axes.plot(xs, main, clip_on=False, **look)
+        style: dict[str, Any] = {"marker": "o", "markersize": 4} if line.markers or len(xs) == 1 else {}
+        style |= {"color": line.colour, "linestyle": STYLES[line.style % len(STYLES)], "linewidth": 1.9}
+        axes.plot(xs, smoothed, clip_on=False, **style)
     steps = [step for line in lines for step in line.points]
     finish(axes, xlabel, limits, log, (min(steps), max(steps)))
 
     # Move texts that would touch away from their values.
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [float(to_axes.transform((0, end))[1]) for end in ends]
-    gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(ends))
-    order = sorted(range(len(ends)), key=heights.__getitem__)
+    heights = [float(to_axes.transform((0, last_value))[1]) for last_value in last_values]
+    gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(last_values))
+    order = sorted(range(len(last_values)), key=heights.__getitem__)
     for i, height in zip(order, spread_heights(sorted(heights), gap), strict=True):
-        place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (7, 0), "textcoords": "offset points"}
-        look = {"color": lines[i].colour, "fontsize": FONT, "va": "center", "annotation_clip": False}
-        axes.annotate(texts[i], (1.0, height), **place, **look)
+        offset: dict[str, Any] = {
+            "xycoords": "axes fraction",
+            "xytext": (7, 0),
+            "textcoords": "offset points",
+        }
+        style = {"color": lines[i].colour, "fontsize": FONT, "va": "center", "annotation_clip": False}
+        axes.annotate(texts[i], (1.0, height), **offset, **style)
     return svg(fig)
 
 
 def spread_heights(heights: Sequence[float], gap: float) -> list[float]:
     """Move ascending heights within [0, 1] to keep neighbours `gap` away."""
-    up: list[float] = []
+    raised_heights: list[float] = []
     for height in heights:
-        up.append(max(height, up[-1] + gap if up else 0.0))
-    limit, placed = 1.0, []
-    for height in reversed(up):
-        placed.append(min(height, limit))
-        limit = placed[-1] - gap
-    return placed[::-1]
+        raised_heights.append(max(height, raised_heights[-1] + gap if raised_heights else 0.0))
+    limit, final_heights = 1.0, []
+    for height in reversed(raised_heights):
+        final_heights.append(min(height, limit))
+        limit = final_heights[-1] - gap
+    return final_heights[::-1]
 
 
 def draw_stack(layers: Sequence[Line], limits: Limits = (0, None)) -> str:
@@ -260,18 +267,18 @@ def draw_stairs(
 
 
 def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str:
-    """Plot a horizontal bar a row from (length, colour) pieces, with their sum at its end."""
+    """Plot one horizontal bar per row from (length, colour) pieces, with their sum at its end."""
     fig, axes = figure(right=52, left=6, height=max(HEIGHT, 46 + 38 * len(rows)))
     axes.grid(False)
-    for at, (name, pieces) in enumerate(rows.items()):
+    for y, (name, pieces) in enumerate(rows.items()):
         start = 0.0
         for length, colour in pieces:
-            axes.barh(at, length, left=start, height=0.45, color=colour, alpha=0.88, linewidth=0)
+            axes.barh(y, length, left=start, height=0.45, color=colour, alpha=0.88, linewidth=0)
             start += length
-        end: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT}
-        axes.annotate(f"{format_value(start)} {unit}", (start, at), xytext=(6, 0), va="center", **end)
-        short = name if len(name) <= 40 else f"{name[:38]}.."
-        axes.annotate(short, (0, at - 0.225), xytext=(0, 2), va="bottom", **end)
+        text_style: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT}
+        axes.annotate(f"{format_value(start)} {unit}", (start, y), xytext=(6, 0), va="center", **text_style)
+        label = name if len(name) <= 40 else f"{name[:38]}.."
+        axes.annotate(label, (0, y - 0.225), xytext=(0, 2), va="bottom", **text_style)
     axes.set_ylim(len(rows) - 0.6, -0.7)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
@@ -282,28 +289,30 @@ def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str
 
 def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]) -> str:
     """Plot panels (heading, row -> phases) on one scale of seconds."""
-    row = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
-    head, gap = 15, 5
-    height = 46 + sum(head + gap + row * len(rows) for _, rows in panels)
+    row_height = 13 if max(len(rows) for _, rows in panels) <= 4 else 9
+    heading_height, gap = 15, 5
+    height = 46 + sum(heading_height + gap + row_height * len(rows) for _, rows in panels)
     fig, axes = figure(left=42, height=height)
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=GRID, linewidth=0.7)
-    at, ticks = 0.0, {}
-    small: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT - 1}
+    y, ticks = 0.0, {}
+    heading_style: dict[str, Any] = {"textcoords": "offset points", "color": INK, "fontsize": FONT - 1}
     for heading, rows in panels:
-        at += head
-        axes.annotate(heading, (0, at), xytext=(0, 2), va="bottom", **small)
+        y += heading_height
+        axes.annotate(heading, (0, y), xytext=(0, 2), va="bottom", **heading_style)
         for name, pieces in rows.items():
             for piece in pieces:
-                worked = max(piece.begin, piece.end - piece.waited)
-                look: dict[str, Any] = {"height": row - 2, "color": piece.colour, "linewidth": 0}
-                axes.barh(at + row / 2, worked - piece.begin, left=piece.begin, alpha=0.88, **look)
-                axes.barh(at + row / 2, piece.end - worked, left=worked, alpha=0.22, **look)
-            ticks[at + row / 2] = name
-            at += row
-        at += gap
-    axes.set_ylim(at, 0)
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=FONT - 2 if row > 10 else FONT - 3.5)
+                work_end = max(piece.begin, piece.end - piece.waited)
+                bar_style: dict[str, Any] = {"height": row_height - 2, "color": piece.colour, "linewidth": 0}
+                axes.barh(
+                    y + row_height / 2, work_end - piece.begin, left=piece.begin, alpha=0.88, **bar_style
+                )
+                axes.barh(y + row_height / 2, piece.end - work_end, left=work_end, alpha=0.22, **bar_style)
+            ticks[y + row_height / 2] = name
+            y += row_height
+        y += gap
+    axes.set_ylim(y, 0)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=FONT - 2 if row_height > 10 else FONT - 3.5)
     axes.set_xlim(0, max(piece.end for _, rows in panels for pieces in rows.values() for piece in pieces))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
@@ -320,8 +329,8 @@ def svg(fig: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    box = f'viewBox="0 0 {WIDTH} {fig.get_figheight() * 72:.0f}"'
-    text = re.sub(r"<svg [^>]*>", f'<svg {box} role="img">', text, count=1)
+    view_box = f'viewBox="0 0 {WIDTH} {fig.get_figheight() * 72:.0f}"'
+    text = re.sub(r"<svg [^>]*>", f'<svg {view_box} role="img">', text, count=1)
     text = text.replace("xlink:href", "href")
     # Ids must be unique on a page.
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{zlib.crc32(text.encode()):08x}", text)

@@ -76,10 +76,10 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def render(runs: Sequence[RecordedRun]) -> str:
     legend = []
-    for place, family in enumerate(group_families(runs) if len(runs) > 1 else ()):
+    for index, family in enumerate(group_families(runs) if len(runs) > 1 else ()):
         names = ", ".join(run.name for run in family)
         text = names if len(family) == 1 else f"{names}: {len(family)} seeds, mean and range"
-        legend.append((run_colour(place), text))
+        legend.append((run_colour(index), text))
     sections = [
         (title, [(spec, draw_figure(spec, runs)) for spec in specs]) for title, specs in SECTIONS.items()
     ]
@@ -89,9 +89,9 @@ def render(runs: Sequence[RecordedRun]) -> str:
         legend=legend,
         heads=[describe_run(run) for run in runs],
         sections=[
-            (title, [(spec, found) for spec, found in figures if found]) for title, figures in sections
+            (title, [(spec, drawing) for spec, drawing in figures if drawing]) for title, figures in sections
         ],
-        missing=[spec.title for _, figures in sections for spec, found in figures if not found],
+        missing=[spec.title for _, figures in sections for spec, drawing in figures if not drawing],
         browsers=[choose_shown_samples(run) for run in runs],
         spans=colour_spans,
         turns=split_turns,
@@ -106,8 +106,8 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 
 def make_headline(run: RecordedRun) -> tuple[str, str, str]:
-    """Return (name, first -> last, remark) of evaluation accuracy, else of another metric."""
-    for stage, key, what in (
+    """Return (title, first -> last value, remark) of evaluation accuracy, else of another metric."""
+    for stage, key, title in (
         (EVALUATION, "eval/avg", "Evaluation accuracy"),
         (TRAIN, "reward/accuracy", "Training accuracy"),
         (PRETRAINING, "value/explained_variance", "Explained variance"),
@@ -116,12 +116,12 @@ def make_headline(run: RecordedRun) -> tuple[str, str, str]:
         points = run.points(stage, key)
         if not points:
             continue
-        first, last = min(points), max(points)
-        course, remark = f"{points[last]:.3f}", f"at step {last}"
-        if last > first:
-            course, remark = f"{points[first]:.3f} → {course}", f"step {first} to {last}"
+        first_step, last_step = min(points), max(points)
+        change, remark = f"{points[last_step]:.3f}", f"at step {last_step}"
+        if last_step > first_step:
+            change, remark = f"{points[first_step]:.3f} → {change}", f"step {first_step} to {last_step}"
         if stage == EVALUATION:
-            record = run.by_stage[EVALUATION][last]
+            record = run.by_stage[EVALUATION][last_step]
             k = record.get("eval/k") or 1
             remark += f", avg@{k}" if "eval/k" in record else ", avg"
             if "eval/problems" in record:
@@ -129,16 +129,16 @@ def make_headline(run: RecordedRun) -> tuple[str, str, str]:
             for name in ("pass", "majority"):
                 if k > 1 and isinstance(record.get(f"eval/{name}"), int | float):
                     remark += f"; {name}@{k} {record[f'eval/{name}']:.3f} at the end"
-        return what, course, remark
+        return title, change, remark
     return "Nothing recorded", "", ""
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    what, course, remark = make_headline(run)
+    title, change, remark = make_headline(run)
     steps = max((step for stage in (TRAIN, SUPERVISED) for step in run.by_stage.get(stage, {})), default=0)
-    planned, parallel = run.setting("steps"), run.setting("parallel")
+    planned_steps, parallel = run.setting("steps"), run.setting("parallel")
     prompts = run.setting("rollout", "prompts")
-    size = None if run.setting("recipe") == SUPERVISED else run.setting("rollout", "group_size")
+    group_size = None if run.setting("recipe") == SUPERVISED else run.setting("rollout", "group_size")
     versions = [f"{name} {run.versions[name]}" for name in MAIN_VERSIONS if name in run.versions]
     facts = {
         "Recipe": run.setting("recipe"),
@@ -147,13 +147,13 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
         "Layout": format_layout(parallel) if isinstance(parallel, Mapping) else None,
         "Device": run.setting("parallel", "device"),
         "Seed": run.setting("seed"),
-        "Steps": f"{steps} of {planned}" if planned else steps,
-        "Responses a step": f"{prompts} prompts x {size}" if prompts and size else None,
+        "Steps": f"{steps} of {planned_steps}" if planned_steps else steps,
+        "Responses a step": f"{prompts} prompts x {group_size}" if prompts and group_size else None,
         "Time in recorded steps": format_duration(run.seconds) if run.seconds else None,
         "Main versions": ", ".join(versions),
     }
-    shown = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
-    return {"name": run.name, "what": what, "course": course, "remark": remark, "facts": shown}
+    known_facts = [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+    return {"name": run.name, "what": title, "course": change, "remark": remark, "facts": known_facts}
 
 
 def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
@@ -161,12 +161,14 @@ def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
 
     It has the first and last evaluation, and means over the last tenth of training steps."""
     steps = run.by_stage.get(TRAIN, {})
-    last = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
-    trained = {key.split("/")[1] for record in last for key in record if key.startswith("source/")}
+    last_records = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
+    trained_sources = {
+        key.split("/")[1] for record in last_records for key in record if key.startswith("source/")
+    }
     evaluations = run.by_stage.get(EVALUATION, {}).values()
-    evaluated = {name for record in evaluations for name in list_evaluated_sources(record)}
+    evaluated_sources = {name for record in evaluations for name in list_evaluated_sources(record)}
 
-    def course(key: str, form: str) -> str:
+    def format_change(key: str, form: str) -> str:
         points = run.points(EVALUATION, key)
         texts = (
             [format_number(points[step], form) for step in (min(points), max(points))]
@@ -176,16 +178,16 @@ def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
         return " to ".join(dict.fromkeys(texts))
 
     def trained_on(name: str, what: str, form: str) -> str:
-        found = [record[key] for record in last if (key := f"source/{name}/{what}") in record]
-        return format_number(sum(found) / len(found), form) if found else MISSING
+        values = [record[key] for record in last_records if (key := f"source/{name}/{what}") in record]
+        return format_number(sum(values) / len(values), form) if values else MISSING
 
     rows = [
         [
             name,
-            *(course(f"eval/{name}/{what}", form) for what, form in EVALUATED.items()),
+            *(format_change(f"eval/{name}/{what}", form) for what, form in EVALUATED.items()),
             *(trained_on(name, what, form) for what, form in TRAINED.items()),
         ]
-        for name in sorted(evaluated | trained)
+        for name in sorted(evaluated_sources | trained_sources)
     ]
     heads = ["source", *EVALUATED, *(f"trained: {what}" for what in TRAINED)]
     return {
@@ -196,22 +198,22 @@ def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
 
 
 def list_alarms(runs: Sequence[RecordedRun]) -> list[tuple[tuple[str, str], bool]]:
-    """Return rows ((place, text), is_highlighted)."""
+    """List alarms and events as rows ((place, text), is_highlighted)."""
     rows = []
     for run in runs:
-        found = []
+        alarms = []
         for event in run.events:
-            at = datetime.fromtimestamp(event["time"], UTC)
-            found.append((f"{at:%Y-%m-%d %H:%M} UTC", event["event"], True))
+            time = datetime.fromtimestamp(event["time"], UTC)
+            alarms.append((f"{time:%Y-%m-%d %H:%M} UTC", event["event"], True))
         for record in run.records:
             where = f"{record['stage'].replace('_', ' ')} step {record['step']}"
-            found += [(where, f"not finite: {text}", True) for text in record.get("alarms", ())]
-            found += [(where, str(text), False) for text in record.get("events", ())]
+            alarms += [(where, f"not finite: {text}", True) for text in record.get("alarms", ())]
+            alarms += [(where, str(text), False) for text in record.get("events", ())]
         if run.unreadable:
             skipped = f"{run.unreadable} cut or foreign lines in its .jsonl files were skipped"
-            found.append(("files", skipped, True))
+            alarms.append(("files", skipped, True))
         name = f"{run.name}: " if len(runs) > 1 else ""
-        rows += [((f"{name}{where}", what), marked) for where, what, marked in found]
+        rows += [((f"{name}{where}", message), is_highlighted) for where, message, is_highlighted in alarms]
     return rows
 
 
@@ -234,42 +236,52 @@ def tabulate_differences(
         differs = len({flat.get(name) for flat in flats}) > 1
         rows.append(([name, *(flat.get(name, "-") for flat in flats)], differs))
     heads = [what.removesuffix("s"), *(run.name if len(runs) > 1 else "value" for run in runs)]
-    differing = [(cells, False) for cells, differs in rows if differs]
-    return {"title": title, "what": what, "heads": heads, "rows": rows, "differing": differing}
+    differing_rows = [(cells, False) for cells, differs in rows if differs]
+    return {"title": title, "what": what, "heads": heads, "rows": rows, "differing": differing_rows}
 
 
 def pick_steps(steps: Sequence[int]) -> dict[str, int]:
     """Return the early, middle and late one of ascending steps, each step once."""
-    picked: dict[str, int] = {}
-    for name, place in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
-        if steps and steps[place] not in picked.values():
-            picked[name] = steps[place]
-    return picked
+    step_by_name: dict[str, int] = {}
+    for name, index in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
+        if steps and steps[index] not in step_by_name.values():
+            step_by_name[name] = steps[index]
+    return step_by_name
 
 
 def choose_shown_samples(run: RecordedRun) -> dict[str, Any]:
     """Return the shown samples by step and prompt, preferably training steps with tokens.
 
     scales: advantage or value -> size of the strongest colour, which 2 % of the tokens exceed"""
-    by_step: dict[int, dict[str, list[SampleRecord]]] = {}
+    groups_by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
-        by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
-    samples = {step: [s for group in groups.values() for s in group] for step, groups in by_step.items()}
-    steps = sorted(step for step in samples if any(s.tokens for s in samples[step])) or sorted(samples)
-    picked = pick_steps(steps)
+        groups_by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)
+    samples_by_step = {
+        step: [s for group in groups.values() for s in group] for step, groups in groups_by_step.items()
+    }
+    steps = sorted(
+        step for step in samples_by_step if any(s.tokens for s in samples_by_step[step])
+    ) or sorted(samples_by_step)
+    picked_steps = pick_steps(steps)
     scales: dict[str, float] = {}
     for name in ("advantage", "value"):
-        shown = (_token_column(sample, name) for step in picked.values() for sample in samples[step])
-        sizes = sorted(abs(x) for numbers in shown for x in numbers if x is not None)
+        columns = (
+            _token_column(sample, name) for step in picked_steps.values() for sample in samples_by_step[step]
+        )
+        sizes = sorted(abs(x) for numbers in columns for x in numbers if x is not None)
         if sizes and sizes[-1] > 0:
             scales[name] = sizes[int(0.98 * (len(sizes) - 1))] or sizes[-1]
-    rest = [step for step in steps if step not in picked.values()]
-    more = [rest[i * len(rest) // MORE_STEPS] for i in range(MORE_STEPS)] if len(rest) > MORE_STEPS else rest
+    other_steps = [step for step in steps if step not in picked_steps.values()]
+    more_steps = (
+        [other_steps[i * len(other_steps) // MORE_STEPS] for i in range(MORE_STEPS)]
+        if len(other_steps) > MORE_STEPS
+        else other_steps
+    )
     return {
         "name": run.name,
         "scales": scales,
-        "picked": {name: (step, by_step[step]) for name, step in picked.items()},
-        "more": {step: by_step[step] for step in more},
+        "picked": {name: (step, groups_by_step[step]) for name, step in picked_steps.items()},
+        "more": {step: groups_by_step[step] for step in more_steps},
     }
 
 
@@ -292,26 +304,28 @@ def split_turns(sample: SampleRecord, scales: Mapping[str, float] | None) -> lis
     tokens = sample.tokens or []
     if scales is not None and sample.observed:
         flags = sample.observed
-        changes = [i for i in range(1, len(tokens)) if flags[i] != flags[i - 1]]
-        for begin, end in pairwise([0, *changes, len(tokens)]):
+        boundaries = [i for i in range(1, len(tokens)) if flags[i] != flags[i - 1]]
+        for begin, end in pairwise([0, *boundaries, len(tokens)]):
             parts.append((flags[begin], "".join(tokens[begin:end]), colour_spans(sample, scales, begin, end)))
     elif sample.turns:
-        most = MORE_CHARACTERS if scales is None else None
-        for who, text in sample.turns:
-            text = shorten(text, most // len(sample.turns)) if most else text
-            parts.append((who == OBSERVED, text, [("", "", text)]))
+        max_characters = MORE_CHARACTERS if scales is None else None
+        for role, text in sample.turns:
+            text = shorten(text, max_characters // len(sample.turns)) if max_characters else text
+            parts.append((role == OBSERVED, text, [("", "", text)]))
     if not parts:
         return []
     if parts[0][0]:  # an observation before the first turn
         parts.insert(0, (False, "", []))
-    written = parts[::2]
-    observed = [text for _, text, _ in parts[1::2]] + [""]
-    shown = []
-    for i, (_, text, pieces) in enumerate(written):
-        unfolded = len(written) <= UNFOLDED or i == len(written) - 1
-        brief = shorten((text.strip().splitlines() or [""])[0], 60).replace("\n", " ")
-        shown.append(TurnShown(pieces, observed[i] if i < len(observed) else "", brief, unfolded))
-    return shown
+    policy_turns = parts[::2]
+    observations = [text for _, text, _ in parts[1::2]] + [""]
+    turns = []
+    for i, (_, text, pieces) in enumerate(policy_turns):
+        is_unfolded = len(policy_turns) <= UNFOLDED or i == len(policy_turns) - 1
+        first_line = shorten((text.strip().splitlines() or [""])[0], 60).replace("\n", " ")
+        turns.append(
+            TurnShown(pieces, observations[i] if i < len(observations) else "", first_line, is_unfolded)
+        )
+    return turns
 
 
 def colour_spans(
@@ -325,19 +339,23 @@ def colour_spans(
     if not sample.tokens:
         return [("", "", sample.response)]
     columns = {name: _token_column(sample, name) for name in scales}
-    shown = []
-    numbers = []
+    spans = []
+    numbers_by_token = []
     for i in range(len(sample.tokens))[begin:end]:
-        known = ((name, column[i]) for name, column in columns.items() if i < len(column))
-        numbers.append({name: x for name, x in known if x is not None})
-    for of_token, tokens in groupby(zip(numbers, sample.tokens[begin:end], strict=True), key=itemgetter(0)):
-        levels = {name: colour_level(x, scales[name]) for name, x in of_token.items()}
-        classes = " ".join(f"{name[0]}{'p' if n > 0 else 'n'}{abs(n)}" for name, n in levels.items() if n)
-        title = ", ".join(f"{name} {x:+.3g}" for name, x in of_token.items())
+        entries = ((name, column[i]) for name, column in columns.items() if i < len(column))
+        numbers_by_token.append({name: x for name, x in entries if x is not None})
+    for token_numbers, tokens in groupby(
+        zip(numbers_by_token, sample.tokens[begin:end], strict=True), key=itemgetter(0)
+    ):
+        levels = {name: colour_level(x, scales[name]) for name, x in token_numbers.items()}
+        classes = " ".join(
+            f"{name[0]}{'p' if level > 0 else 'n'}{abs(level)}" for name, level in levels.items() if level
+        )
+        title = ", ".join(f"{name} {x:+.3g}" for name, x in token_numbers.items())
         text = "".join(token for _, token in tokens)
         # A line end has no width to colour.
-        shown.append((classes, title, text.replace("\n", "↵\n") if of_token else text))
-    return shown
+        spans.append((classes, title, text.replace("\n", "↵\n") if token_numbers else text))
+    return spans
 
 
 def colour_level(number: float, scale: float) -> int:

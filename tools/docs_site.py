@@ -41,23 +41,23 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links at pages and copies of source files."""
-    here = repository_path(page.file.src_uri)
+    page_path = repository_path(page.file.src_uri)
 
-    def point(link: re.Match[str]) -> str:
-        target, fragment = resolve(here, link[1]), link[2] or ""
+    def rewrite_link(link: re.Match[str]) -> str:
+        target, fragment = resolve(page_path, link[1]), link[2] or ""
         if not (ROOT / target).exists():
-            log.warning("%s links %s, which does not exist", here, link[1])
+            log.warning("%s links %s, which does not exist", page_path, link[1])
         return os.path.relpath(site_path(target), os.path.dirname(page.file.src_uri)) + fragment
 
     pieces = FENCE.split(markdown)  # odd ones are code
-    return "".join(LINK.sub(point, piece) if i % 2 == 0 else piece for i, piece in enumerate(pieces))
+    return "".join(LINK.sub(rewrite_link, piece) if i % 2 == 0 else piece for i, piece in enumerate(pieces))
 
 
 def linked_sources(file: File) -> list[str]:
     """Return existing files outside PAGES and docs/ that a page links."""
-    here = repository_path(file.src_uri)
-    found = (resolve(here, link[1]) for link in LINK.finditer(FENCE.sub("", file.content_string)))
-    return [path for path in found if site_path(path).startswith("source/") and (ROOT / path).exists()]
+    page_path = repository_path(file.src_uri)
+    paths = (resolve(page_path, link[1]) for link in LINK.finditer(FENCE.sub("", file.content_string)))
+    return [path for path in paths if site_path(path).startswith("source/") and (ROOT / path).exists()]
 
 
 def repository_path(site: str) -> str:

@@ -93,9 +93,9 @@ def launch(given: argparse.Namespace) -> None:
     """Submit the sweep to NeMo-Run, or print it."""
     import nemo_run
 
-    made = list(jobs(given))
-    with nemo_run.Experiment(given.name or made[0].name) as experiment:
-        for job in made:
+    job_list = list(jobs(given))
+    with nemo_run.Experiment(given.name or job_list[0].name) as experiment:
+        for job in job_list:
             task = nemo_run.Script(
                 path="megarl", m=True, entrypoint=sys.executable, args=["train", *job.arguments]
             )
@@ -128,18 +128,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="MEGARL_X=VALUE",
         help="setting of slurm/common.sh; may be repeated",
     )
-    given = parser.parse_args(arguments)
-    given.overrides = [text for text in given.configs if "=" in text]
-    given.configs = [Path(text) for text in given.configs if "=" not in text]
-    if not given.configs:
+    options = parser.parse_args(arguments)
+    options.overrides = [text for text in options.configs if "=" in text]
+    options.configs = [Path(text) for text in options.configs if "=" not in text]
+    if not options.configs:
         parser.error("at least one configuration is needed")
-    return given
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = parse(arguments)
+    options = parse(arguments)
     try:
-        launch(given)
+        launch(options)
     except MegarlError as error:
         print(f"launch.py: {error}", file=sys.stderr)
         return 2

@@ -75,28 +75,30 @@ class Table:
         rates: row -> learning rate. Runs with another rate than the configuration's are not shared."""
         for seed in seeds:
             for row, settings in self.rows.items():
-                name, more = f"{row}-{seed}", [f"steps={self.longer.get(row, self.steps)}"]
+                name, overrides = f"{row}-{seed}", [f"steps={self.longer.get(row, self.steps)}"]
                 rate = rates.get(row)
                 if rate is not None and rate != load_config(ROOT / settings[0], settings[1:]).actor.lr:
-                    name, more = f"{row}-{rate:g}-{seed}", [f"steps={self.steps}", f"actor.lr={rate:g}"]
-                yield Run(row, seed, [*settings, *more], self.folder / name, self.curves / f"{name}.json")
+                    name, overrides = f"{row}-{rate:g}-{seed}", [f"steps={self.steps}", f"actor.lr={rate:g}"]
+                yield Run(
+                    row, seed, [*settings, *overrides], self.folder / name, self.curves / f"{name}.json"
+                )
 
 
 def read_table(model: str, name: str, only: Sequence[str]) -> Table:
     """Read a table, or only some rows. Raises ConfigError for an unknown row."""
-    listed = read_yaml(ROOT / "configs" / "results" / f"{model}.table.yaml")
-    table, whole = listed["tables"][name], listed["tables"]["recipes"]
+    contents = read_yaml(ROOT / "configs" / "results" / f"{model}.table.yaml")
+    table, recipes_table = contents["tables"][name], contents["tables"]["recipes"]
     if unknown := {*only} - {*table["rows"]}:
         raise ConfigError(f"--rows: {min(unknown)}: no such row (one of {', '.join(table['rows'])})")
-    over = table.get("settings", [])  # a table with settings shares no runs
+    table_settings = table.get("settings", [])  # a table with settings shares no runs
     rows = {}
     for row in only or table["rows"]:
-        path, *settings = listed["rows"][row]
-        rows[row] = [f"configs/results/{path}", *over, *settings]
+        path, *settings = contents["rows"][row]
+        rows[row] = [f"configs/results/{path}", *table_settings, *settings]
     curves, folder = ROOT / "docs" / "evidence" / "results" / model, ROOT / "runs" / "results" / model
-    own = name if over else ""
-    longer = {} if over else dict.fromkeys(whole["rows"], whole["steps"])
-    return Table(name, rows, table["steps"], table["equal"], curves / own, folder / own, longer)
+    subfolder = name if table_settings else ""
+    longer = {} if table_settings else dict.fromkeys(recipes_table["rows"], recipes_table["steps"])
+    return Table(name, rows, table["steps"], table["equal"], curves / subfolder, folder / subfolder, longer)
 
 
 def processor() -> str:
@@ -113,11 +115,13 @@ def precision(committed: Path) -> str:
     Without committed runs: bf16 if its matrix products are more than twice as fast as fp32's."""
     rates = matrix_rates(min(2, cores()))
     for path in sorted(committed.glob("*-*.json")):
-        shared = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
-        if rates[shared] < max(rates.values()) / 4:
+        run_dtype = str(json.loads(path.read_text(encoding="utf-8"))["dtype"])
+        if rates[run_dtype] < max(rates.values()) / 4:
             speeds = ", ".join(f"{rate:.0f} GFLOP/s a core in {dtype}" for dtype, rate in rates.items())
-            print(f"the committed runs are {shared}; this processor is slow in it ({speeds}). Use another.")
-        return shared
+            print(
+                f"the committed runs are {run_dtype}; this processor is slow in it ({speeds}). Use another."
+            )
+        return run_dtype
     return "bf16" if rates["bf16"] > 2 * rates["fp32"] else "fp32"
 
 
@@ -131,8 +135,8 @@ def megarl(*arguments: str | Path) -> list[str]:
 
 def train(row: str, given: Sequence[str], seed: int, run_dir: Path, dtype: str) -> dict[str, Any]:
     """Start or continue a run and return its curve."""
-    own = [f"seed={seed}", f"run_dir={run_dir.relative_to(ROOT)}", f"model.dtype={dtype}"]
-    command = megarl("train", *given, *own)
+    overrides = [f"seed={seed}", f"run_dir={run_dir.relative_to(ROOT)}", f"model.dtype={dtype}"]
+    command = megarl("train", *given, *overrides)
     return {
         "recipe": row,
         "seed": seed,
@@ -150,12 +154,12 @@ def gsm8k(model: str, problems: Path, weights: Path, out: Path, dtype: str) -> d
     """Answer GSM8K's problems, unless done, and return the accuracy with its 95 % interval."""
     config = f"configs/results/{model}_gsm8k.yaml"
     if not (out / "scores.json").is_file():
-        where = [f"data.eval=[{problems.resolve()}]", f"model.dtype={dtype}"]
-        megarl("eval", config, *where, "--checkpoint", weights, "--out", out)
-    found = json.loads((out / "scores.json").read_text(encoding="utf-8"))
-    score = found["scores"]["avg@1"]
-    right = {"right": score["mean"], "low": score["low"], "high": score["high"]}
-    return {"problems": found["problems"], **right}
+        overrides = [f"data.eval=[{problems.resolve()}]", f"model.dtype={dtype}"]
+        megarl("eval", config, *overrides, "--checkpoint", weights, "--out", out)
+    results = json.loads((out / "scores.json").read_text(encoding="utf-8"))
+    score = results["scores"]["avg@1"]
+    accuracy = {"right": score["mean"], "low": score["low"], "high": score["high"]}
+    return {"problems": results["problems"], **accuracy}
 
 
 def check(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -169,19 +173,19 @@ def check(old: dict[str, Any], new: dict[str, Any]) -> str:
                 f"{old['recipe']}-{old['seed']}: a different curve on the same kind of processor"
             )
         return "equal to the last digit"
-    for theirs, ours in zip(old["evaluations"], new["evaluations"], strict=True):
-        if ours["low"] > theirs["high"] or ours["high"] < theirs["low"]:
-            where = f"step {ours['step']}, {ours['of']}: {ours['right']:.3f} and {theirs['right']:.3f}"
+    for record, repeat in zip(old["evaluations"], new["evaluations"], strict=True):
+        if repeat["low"] > record["high"] or repeat["high"] < record["low"]:
+            where = f"step {repeat['step']}, {repeat['of']}: {repeat['right']:.3f} and {record['right']:.3f}"
             raise ConfigError(f"{old['recipe']}-{old['seed']}: {where}: the intervals do not overlap")
     return f"within its intervals ({new['processor']}, {new['dtype']}; committed: {old['processor']})"
 
 
 def tune(table: Table, found: Path, dtype: str, end: float) -> None:
     """Train each row with each of RATES until time `end`, and write the results to the file `found`."""
-    tried = json.loads(found.read_text("utf-8")) if found.is_file() else {}
-    for row, given in table.rows.items():
+    results_by_row = json.loads(found.read_text("utf-8")) if found.is_file() else {}
+    for row, row_settings in table.rows.items():
         for rate in RATES:
-            if f"{rate:g}" in tried.get(row, {}):
+            if f"{rate:g}" in results_by_row.get(row, {}):
                 continue
             if time.time() > end:
                 print(f"{row} at {rate:g} and later runs are left: --hours have passed")
@@ -189,11 +193,18 @@ def tune(table: Table, found: Path, dtype: str, end: float) -> None:
             print(f"\n{row}, learning rate {rate:g}", flush=True)
             folder = table.folder / "tuning" / f"{row}-{rate:g}"
             shutil.rmtree(folder, ignore_errors=True)  # without checkpoints no run can continue
-            settings = [*given, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
+            settings = [*row_settings, f"steps={table.steps}", f"actor.lr={rate:g}", *TUNING]
             curve = train(row, settings, 0, folder, dtype)
-            right = [each["right"] for each in curve["evaluations"] if each["of"] == "all" and each["step"]]
-            tried.setdefault(row, {})[f"{rate:g}"] = {"right": right, **held_out.measure_seconds(curve)}
-            found.write_text(json.dumps(tried, indent=1) + "\n", encoding="utf-8")
+            accuracies = [
+                evaluation["right"]
+                for evaluation in curve["evaluations"]
+                if evaluation["of"] == "all" and evaluation["step"]
+            ]
+            results_by_row.setdefault(row, {})[f"{rate:g}"] = {
+                "right": accuracies,
+                **held_out.measure_seconds(curve),
+            }
+            found.write_text(json.dumps(results_by_row, indent=1) + "\n", encoding="utf-8")
             shutil.rmtree(folder / "critic_pretrained", ignore_errors=True)
 
 
@@ -207,10 +218,10 @@ def make(run: Run, model: str, dtype: str, problems: Path | None) -> None:
     print(f"\n{run.row}, seed {run.seed}", flush=True)
     curve = train(run.row, run.settings, run.seed, run.folder, dtype)
     if problems:
-        before, after = ROOT / "runs" / model / "model", run.folder / "hf"
+        initial_model, trained_model = ROOT / "runs" / model / "model", run.folder / "hf"
         curve["gsm8k"] = {
-            "before": gsm8k(model, problems, before, run.folder.parent / "gsm8k", dtype),
-            "after": gsm8k(model, problems, after, run.folder / "gsm8k", dtype),
+            "before": gsm8k(model, problems, initial_model, run.folder.parent / "gsm8k", dtype),
+            "after": gsm8k(model, problems, trained_model, run.folder / "gsm8k", dtype),
         }
     run.file.write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
@@ -224,8 +235,8 @@ def check_again(runs: Sequence[Run], name: str, dtype: str) -> None:
     old = json.loads(run.file.read_text(encoding="utf-8"))
     folder = run.folder.parent / "check"
     shutil.rmtree(folder, ignore_errors=True)
-    again = train(run.row, [*run.settings, f"steps={len(old['steps'])}"], run.seed, folder, dtype)
-    print(f"{name}: {check(old, again)}")
+    new = train(run.row, [*run.settings, f"steps={len(old['steps'])}"], run.seed, folder, dtype)
+    print(f"{name}: {check(old, new)}")
 
 
 def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str, Any]], out: Path) -> None:
@@ -236,17 +247,17 @@ def write_up(table: Table, runs: Sequence[Run], tried: Mapping[str, Mapping[str,
             curve = json.loads(run.file.read_text(encoding="utf-8"))
             rows.setdefault(run.row, []).append(held_out.truncate(curve, table.steps))
     for row in tried.keys() & rows.keys():
-        took = held_out.take_minimum([*tried[row].values(), *map(held_out.measure_seconds, rows[row])])
-        rows[row] = [held_out.replace_seconds(curve, took) for curve in rows[row]]
+        seconds = held_out.take_minimum([*tried[row].values(), *map(held_out.measure_seconds, rows[row])])
+        rows[row] = [held_out.replace_seconds(curve, seconds) for curve in rows[row]]
     if not rows:
         return
     if table.name == "recipes":
         held_out.draw_curves([curve for curves in rows.values() for curve in curves], out)
     else:
         held_out.draw_table(rows, out / f"{table.name}.png", table.equal)
-    written = held_out.format_table(rows, minutes=bool(tried), equal=table.equal)
-    (out / f"{table.name}.md").write_text(written, encoding="utf-8")
-    print(f"\n{written}\nwritten, with its pictures, to {out}")
+    table_text = held_out.format_table(rows, minutes=bool(tried), equal=table.equal)
+    (out / f"{table.name}.md").write_text(table_text, encoding="utf-8")
+    print(f"\n{table_text}\nwritten, with its pictures, to {out}")
 
 
 def arguments() -> argparse.Namespace:
@@ -270,19 +281,21 @@ def results(given: argparse.Namespace) -> None:
     """Tune, check one run, or make a table's missing runs and its figures."""
     end = math.inf if given.hours is None else time.time() + 3600 * given.hours
     out = ROOT / "docs" / "evidence" / "results" / given.model
-    table, tuned = read_table(given.model, given.table, given.rows), out / "tuned.json"
+    table, tuned_file = read_table(given.model, given.table, given.rows), out / "tuned.json"
     table.curves.mkdir(parents=True, exist_ok=True)
     if not given.figures:
         megarl("demo", "--model", given.model, "--data-only")
         dtype = precision(table.curves)
     if given.tune:
-        return tune(table, tuned, dtype, end)
-    tried: dict[str, Any] = {}
+        return tune(table, tuned_file, dtype, end)
+    results_by_row: dict[str, Any] = {}
     if given.table == "methods":
-        tried = json.loads(tuned.read_text(encoding="utf-8")) if tuned.is_file() else {}
-        if missing := [row for row in table.rows if len(tried.get(row, ())) < len(RATES)]:
-            raise ConfigError(f"{missing[0]}: its learning rate is not tuned. Run --tune first ({tuned}).")
-    runs = [*table.runs(given.seeds, {row: best_rate(rates) for row, rates in tried.items()})]
+        results_by_row = json.loads(tuned_file.read_text(encoding="utf-8")) if tuned_file.is_file() else {}
+        if missing := [row for row in table.rows if len(results_by_row.get(row, ())) < len(RATES)]:
+            raise ConfigError(
+                f"{missing[0]}: its learning rate is not tuned. Run --tune first ({tuned_file})."
+            )
+    runs = [*table.runs(given.seeds, {row: best_rate(rates) for row, rates in results_by_row.items()})]
     if given.check:
         return check_again(runs, given.check, dtype)
     for run in () if given.figures else runs:
@@ -292,7 +305,7 @@ def results(given: argparse.Namespace) -> None:
             print(f"{run.file.stem} and later runs are left: --hours have passed")
             break
         make(run, given.model, dtype, given.gsm8k)
-    write_up(table, runs, tried, out)
+    write_up(table, runs, results_by_row, out)
 
 
 def main() -> int:

@@ -36,13 +36,13 @@ def code_lines(source: str) -> int:
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
+            statement = node.body[0] if node.body else None
             if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
                 and ast.get_docstring(node)
             ):
-                docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+                docstrings.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -58,14 +58,14 @@ def sizes(package: Path) -> tuple[int, int, int]:
 
 def longest(package: Path, kinds: tuple[type[ast.AST], ...]) -> tuple[int, str]:
     """Return the lines of the longest definition of these kinds, and its name and file."""
-    found = [(0, "")]
+    definitions = [(0, "")]
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, kinds):
                 assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
-                found.append((size, f"{node.name} in {file.name}"))
-    return max(found)
+                definitions.append((size, f"{node.name} in {file.name}"))
+    return max(definitions)
 
 
 def path_of_a_prompt(page: str) -> tuple[set[str], set[str]]:
@@ -102,31 +102,31 @@ def files_of_a_step(folder: Path) -> list[str]:
     from megarl.schedule.trainer import Trainer
     from megarl_tasks.arithmetic import write_demo
 
-    own, found, inside = f"{ROOT / CORE}/", set[str](), threading.Event()
+    prefix, crossed_files, in_second_step = f"{ROOT / CORE}/", set[str](), threading.Event()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def record_call(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if (
             event == "call"
-            and inside.is_set()
+            and in_second_step.is_set()
             and code.co_name != "<module>"
-            and code.co_filename.startswith(own)
+            and code.co_filename.startswith(prefix)
         ):
-            found.add(code.co_filename)
+            crossed_files.add(code.co_filename)
 
     def step(self: Trainer, step: Any) -> None:
         if (step.stage, step.number) != ("train", 2):
-            return whole(self, step)
-        inside.set()
-        sys.setprofile(note)
+            return original_step(self, step)
+        in_second_step.set()
+        sys.setprofile(record_call)
         try:
-            return whole(self, step)
+            return original_step(self, step)
         finally:
             sys.setprofile(None)
-            inside.clear()
+            in_second_step.clear()
 
-    whole, Trainer.step = Trainer.step, step  # type: ignore[method-assign]
-    threading.setprofile(note)  # in later threads
+    original_step, Trainer.step = Trainer.step, step  # type: ignore[method-assign]
+    threading.setprofile(record_call)  # in later threads
     write_demo(folder, seed=0)
     paths = {"data.train": [folder / "train.jsonl"], "data.eval": [folder / "eval.jsonl"]}
     paths |= {"model.path": folder / "model", "run_dir": folder / "run"}
@@ -135,7 +135,7 @@ def files_of_a_step(folder: Path) -> list[str]:
             ROOT / "configs/demos/vapo.yaml",
             [*STEP, *ONE_RANK, *(set_key(key, path) for key, path in paths.items())],
         )
-    return sorted(str(Path(file).relative_to(own)) for file in found)
+    return sorted(str(Path(file).relative_to(prefix)) for file in crossed_files)
 
 
 def main() -> None:
@@ -145,13 +145,13 @@ def main() -> None:
         files, lines, code = sizes(package)
         print(f"{package.name:20} {files:5} {lines:6} {code:6}")
     print(f"\n{'should stay small':72} {'now':>6} {'target':>6}")
-    for what, now, target in targets():
-        print(f"{what:72} {now:6} {target:6}{'  over' if now > target else ''}")
+    for name, figure, target in targets():
+        print(f"{name:72} {figure:6} {target:6}{'  over' if figure > target else ''}")
     if "--step" in sys.argv[1:]:
         sys.path.insert(0, str(ROOT))
         with tempfile.TemporaryDirectory() as folder:
-            crossed = files_of_a_step(Path(folder))
-        print(f"a VAPO step crosses {len(crossed)} files of {CORE}: {', '.join(crossed)}")
+            crossed_files = files_of_a_step(Path(folder))
+        print(f"a VAPO step crosses {len(crossed_files)} files of {CORE}: {', '.join(crossed_files)}")
 
 
 if __name__ == "__main__":

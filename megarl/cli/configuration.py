@@ -63,8 +63,8 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
     check_config(config, str(path))
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
-        absent = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
-        print(printable(f"{path}: the configuration is valid; {absent}"))
+        note = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
+        print(printable(f"{path}: the configuration is valid; {note}"))
         return 0
     from megarl.schedule.preflight import preflight
 
@@ -83,14 +83,14 @@ def phases(path: ConfigFile, overrides: Overrides) -> int:
 
 
 def describe_stage(config: Config, stage: str) -> str:
-    selected = select_phases(config, stage, first_step=True)
+    stage_phases = select_phases(config, stage, first_step=True)
     steps = f"at most {config.value_pretraining.steps}" if stage == PRETRAINING else config.steps
     rows = [("phase", "on the GPU")]
-    for phase, resident in zip(selected, resident_groups(config, selected), strict=True):
+    for phase, resident in zip(stage_phases, resident_groups(config, stage_phases), strict=True):
         rows.append((phase.name, " ".join(group for group in GROUPS if group in resident) or "-"))
     width = max(len(name) for name, _ in rows)
     lines = [f"stage {stage}, {steps} steps", *(f"  {name:{width}}  {groups}" for name, groups in rows)]
-    for phase in selected:
+    for phase in stage_phases:
         if phase.first_step_only:
             lines.append(f"{phase.name}: only in the first step after each start")
     if ranks := config.parallel.rollout_ranks:
@@ -103,11 +103,11 @@ def docs(
     markdown: Annotated[bool, Option("--markdown", help="Print tables for docs/keys.md.")] = False,
 ) -> int:
     """List every key with its meaning, unit, default and the source of the default."""
-    described = [describe_key(key, field) for key, field in documented()]
+    descriptions = [describe_key(key, field) for key, field in documented()]
     if markdown:
-        print("\n".join(key_tables(described)))
+        print("\n".join(key_tables(descriptions)))
         return 0
-    for row in described:
+    for row in descriptions:
         default = row.default if row.default.startswith("required") else f"default {row.default}"
         print(f"{row.key}\n    {row.meaning}\n    {row.values}; {default}; source: {row.source}")
     return 0
@@ -134,38 +134,38 @@ def key_tables(described: Iterable[KeyDescription]) -> Iterator[str]:
 
 
 def describe_key(key: str, field: FieldInfo) -> KeyDescription:
-    def yaml(value: Any) -> str:
+    def to_yaml(value: Any) -> str:
         if isinstance(value, list | tuple):
-            return f"[{', '.join(map(yaml, value))}]"
+            return f"[{', '.join(map(to_yaml, value))}]"
         return dump_yaml({"": value}).partition(":")[2].strip()
 
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     values = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
-    by_recipe = []
+    recipe_defaults = []
     for recipe, preset in (PRESETS | {"with schedule.ahead": AHEAD_PRESET}).items():
         value: Any = preset
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            by_recipe.append(f"{recipe} {yaml(value)}")
-    default = "required" if field.is_required() else yaml(field.default)
-    default += f" ({', '.join(by_recipe)})" if by_recipe else ""
+            recipe_defaults.append(f"{recipe} {to_yaml(value)}")
+    default = "required" if field.is_required() else to_yaml(field.default)
+    default += f" ({', '.join(recipe_defaults)})" if recipe_defaults else ""
     return KeyDescription(key, str(field.description), values, default, str(extra.get("source")))
 
 
 def documented() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every field by dotted key, e.g. `data.eval[].name` and `reward.terms.<name>.weight`."""
 
-    def below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         for key, field in fields(model, prefix):
             yield key, field
-            held = entry_model(field)
-            if held is not None:
-                yield from below(
-                    held, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."
+            entry_section = entry_model(field)
+            if entry_section is not None:
+                yield from walk(
+                    entry_section, f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}.<name>."
                 )
 
-    yield from below(Config)
+    yield from walk(Config)
 
 
 def _kinds(annotation: Any) -> list[str]:
@@ -271,7 +271,7 @@ def plan(
 
     config = load_config(path, overrides)
     check_config(config, str(path))
-    for option, value, most in (
+    for option, value, maximum in (
         ("--mean-length", mean_length, config.rollout.max_response_tokens if config.has_engine else None),
         ("--length-deviation", length_deviation, None),
         ("--turns", turns, None),
@@ -279,28 +279,30 @@ def plan(
         ("--tool-seconds", tool_seconds, None),
         ("--kept", kept, 1.0),
     ):
-        if value is not None and not 0 < value <= (most or value):
-            above = f" and at most {most:g}" if most else ""
-            raise ConfigError(f"{option}: must be above 0{above} (got {value:g})")
-    for option, chosen in (("--lengths", lengths), ("--kept", kept), ("--balance", balance)):
-        if chosen is not None and not simulate:
+        if value is not None and not 0 < value <= (maximum or value):
+            upper_bound = f" and at most {maximum:g}" if maximum else ""
+            raise ConfigError(f"{option}: must be above 0{upper_bound} (got {value:g})")
+    for option, setting in (("--lengths", lengths), ("--kept", kept), ("--balance", balance)):
+        if setting is not None and not simulate:
             raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
         raise ConfigError(f"{path}: recipe: sft generates no responses (use --simulate with another recipe)")
-    where, described = planning_config(config.model.path, model)
-    here = config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
-    if config.parallel.device == "cpu" or (here and model is None and config.model.path.is_dir()):
+    model_name, hf_config = planning_config(config.model.path, model)
+    runs_on_cpu = (
+        config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None
+    )
+    if config.parallel.device == "cpu" or (runs_on_cpu and model is None and config.model.path.is_dir()):
         if simulate:
             raise ConfigError(f"{path}: --simulate: its times are those of GPUs (add parallel.device=cuda)")
-        return _print_on_cpu(make_plan_inputs(config, described, cpu=True), where, path)
-    made = make_plan_inputs(config, described)
-    assumed = _assume_lengths(made, path, mean_length, turns, observed, tool_seconds)
+        return _print_on_cpu(make_plan_inputs(config, hf_config, cpu=True), model_name, path)
+    inputs = make_plan_inputs(config, hf_config)
+    assumed_lengths = _assume_lengths(inputs, path, mean_length, turns, observed, tool_seconds)
     if length_deviation is not None:
-        assumed = replace_deviation(assumed, length_deviation)
+        assumed_lengths = replace_deviation(assumed_lengths, length_deviation)
     if simulate:
-        _print_simulated(made, assumed, lengths, kept, balance or "queue")
+        _print_simulated(inputs, assumed_lengths, lengths, kept, balance or "queue")
         return 0
-    return _print_plan(made, assumed, where, path, everything=everything, best=best)
+    return _print_plan(inputs, assumed_lengths, model_name, path, everything=everything, best=best)
 
 
 def _assume_lengths(
@@ -314,11 +316,11 @@ def _assume_lengths(
     from megarl.plan.times import default_lengths
 
     options = {"mean": mean, "turns": turns, "observed": observed, "idle": idle}
-    figures: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if figures.keys() - {"mean"} and not made.config.rollout.is_multi_turn:
+    replacements: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if replacements.keys() - {"mean"} and not made.config.rollout.is_multi_turn:
         what = "have no effect on responses of one turn (set rollout.episode, tools, environment or agent)"
         raise ConfigError(f"{path}: --turns, --observed, --tool-seconds: {what}")
-    return replace(default_lengths(made), **figures)
+    return replace(default_lengths(made), **replacements)
 
 
 def _print_plan(
@@ -350,10 +352,10 @@ def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
 
     memory = measure_usable_memory()
     print(printable("\n".join(on_cpu(made, where, memory))))
-    problem, near = find_cpu_problem(made, memory), find_cpu_warning(made, memory)
-    if problem or near:
+    problem, warning = find_cpu_problem(made, memory), find_cpu_warning(made, memory)
+    if problem or warning:
         print()
-        print(printable(f"megarl: {path}: {problem or near}"), file=sys.stderr)
+        print(printable(f"megarl: {path}: {problem or warning}"), file=sys.stderr)
     return 2 if problem else 0
 
 

@@ -146,10 +146,8 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
             dist.destroy_process_group()
     if launched_rank() == 0:
         speed = f"{readable(done.size)} in {done.seconds:.1f} s ({done.size / 1e9 / done.seconds:.2f} GB/s)"
-        compared = ", compared with the source" if verify else ""
-        print(
-            f"{printable(str(out))}: {speed}, on disk in {done.files} weight files with SHA256SUMS{compared}"
-        )
+        remark = ", compared with the source" if verify else ""
+        print(f"{printable(str(out))}: {speed}, on disk in {done.files} weight files with SHA256SUMS{remark}")
         if done.left_out:
             names = ", ".join(done.left_out[:8]) + (" ..." if done.left_out[8:] else "")
             print(f"left out, as the model has no such parameter: {printable(names)}")
@@ -168,7 +166,7 @@ def _progress(what: str, size: int) -> Iterator[Advance]:
     if launched_rank() != 0:
         yield lambda _: None
         return
-    of_all = f" (process 1 of {launched_world()})" if launched_world() > 1 else ""
+    process_note = f" (process 1 of {launched_world()})" if launched_world() > 1 else ""
     bar = progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -180,5 +178,5 @@ def _progress(what: str, size: int) -> Iterator[Advance]:
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        task = bar.add_task(escape(printable(f"{what}{of_all}")), total=size)
-        yield lambda done: bar.advance(task, done)
+        task = bar.add_task(escape(printable(f"{what}{process_note}")), total=size)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -59,13 +59,13 @@ def show(
         examples, report = _read_pairs(config, entries, tokenizer)
     print("\n".join(report.lines()))
     lengths = sorted(len(tokens) for tokens, _, _ in examples)
-    middle = f"mean {fmean(lengths):,.0f}, median {lengths[len(lengths) // 2]:,}"
+    averages = f"mean {fmean(lengths):,.0f}, median {lengths[len(lengths) // 2]:,}"
     limit = f"data.max_prompt_tokens {config.data.max_prompt_tokens:,}"
-    print(f"{name}: prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, {middle} ({limit})")
-    order = list(range(min(rows, len(examples))))
+    print(f"{name}: prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, {averages} ({limit})")
+    indices = list(range(min(rows, len(examples))))
     if drawn:
-        order = PromptSampler(len(examples), config.seed, config.data.shuffle).take(len(order))
-    for index in order:
+        indices = PromptSampler(len(examples), config.seed, config.data.shuffle).take(len(indices))
+    for index in indices:
         tokens, note, text = examples[index]
         print(f"\n--- {index + 1} of {len(examples):,}: {len(tokens):,} tokens{note}")
         print(printable(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)))
@@ -98,10 +98,10 @@ def _read_prompts(
     if config.data.has_gym and not held_out:  # whose rows data.eval excludes
         sets, _ = read_problem_sets(config.data, config.evaluation, tokenizer)
     # MCP servers are commands: only --mcp starts them.
-    skipped = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
-    tools = schemas(tool for tool in config.rollout.tools if tool not in skipped)
-    for server in skipped:
+    skipped_servers = [] if mcp else [tool for tool in config.rollout.tools if tool.startswith(MCP)]
+    tools = schemas(tool for tool in config.rollout.tools if tool not in skipped_servers)
+    for server in skipped_servers:
         print(printable(f"rollout.tools: {server}: its tools are left out (--mcp starts the server)"))
     prompts, report = read_prompts(entries, config.data, tokenizer, sets, name, list(tools.values()))
-    unknown = "(none is known; reasoning-gym scores answers)"
-    return [(p.tokens, f", uid {p.uid}", f"reference answer: {p.answer or unknown}") for p in prompts], report
+    default = "(none is known; reasoning-gym scores answers)"
+    return [(p.tokens, f", uid {p.uid}", f"reference answer: {p.answer or default}") for p in prompts], report

@@ -78,10 +78,10 @@ def doctor() -> int:
     print(f"megarl {__version__}, Python {python}, {machine.system}, {hardware}")
     if machine.driver or machine.cuda:
         print(f"driver     {machine.driver or 'none'}, torch for CUDA {machine.cuda or 'none'}")
-    there = [f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions]
-    print(f"installed  {', '.join(there)}\n")
-    found = list(abilities(machine))
-    for ability in found:
+    installed_packages = [f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions]
+    print(f"installed  {', '.join(installed_packages)}\n")
+    ability_list = list(abilities(machine))
+    for ability in ability_list:
         note = f": {ability.note}" if ability.note else ""
         print(f"{'yes' if ability.ready else 'no ':4s} {ability.name}{note}")
         if ability.command:
@@ -90,7 +90,7 @@ def doctor() -> int:
         print(f"look {flaw}")
     if "demo" not in plugins("megarl.commands"):
         print(f"look this installation of megarl is older than its files ({REINSTALL})")
-    return 0 if found[0].ready else 1
+    return 0 if ability_list[0].ready else 1
 
 
 def look() -> Machine:
@@ -131,38 +131,38 @@ def abilities(machine: Machine) -> Iterator[Ability]:
     for one in plugins("megarl.abilities"):
         yield from plugin("megarl.abilities", one)(machine)
 
-    gpu = _gpu(machine)
-    yield gpu
+    gpu_ability = _gpu(machine)
+    yield gpu_ability
 
     name = "Transformer Engine layers"
-    te = gpu.ready and not machine.broken and "transformer_engine" in machine.imports
-    if machine.broken or not gpu.ready:
+    has_te = gpu_ability.ready and not machine.broken and "transformer_engine" in machine.imports
+    if machine.broken or not gpu_ability.ready:
         yield Ability(name, False, machine.broken or "needs a GPU")
-    elif te:
+    elif has_te:
         yield Ability(name, True, f"transformer-engine {machine.versions.get('transformer-engine', '')}")
     else:
         yield Ability(name, False, "transformer-engine is not installed", INSTALL)
     if machine.gpus and min(one.capability for one in machine.gpus) < FP8_FROM:
-        lacks = f"{machine.gpus[0].name} has no FP8 units (Hopper and later have)"
-        yield Ability("FP8 layers", False, lacks)
+        fp8_note = f"{machine.gpus[0].name} has no FP8 units (Hopper and later have)"
+        yield Ability("FP8 layers", False, fp8_note)
     else:
-        yield Ability("FP8 layers", te, "" if te else "needs Transformer Engine layers")
+        yield Ability("FP8 layers", has_te, "" if has_te else "needs Transformer Engine layers")
 
     name = "the SGLang engine"
     if flaw := next((flaw for flaw in machine.flaws if flaw.startswith("sglang ")), None):
         yield Ability(name, False, flaw)
     elif "sglang" in machine.imports:
-        where = "" if gpu.ready else ", on CPUs"
-        yield Ability(name, True, f"sglang {machine.versions.get('sglang', '')}{where}")
-    elif gpu.ready:
+        device_note = "" if gpu_ability.ready else ", on CPUs"
+        yield Ability(name, True, f"sglang {machine.versions.get('sglang', '')}{device_note}")
+    elif gpu_ability.ready:
         yield Ability(name, False, "sglang is not installed", INSTALL)
     else:
-        own = "sglang is not installed; on CPUs it has an environment of its own"
-        yield Ability(name, False, own, "make test-sglang")
+        sglang_note = "sglang is not installed; on CPUs it has an environment of its own"
+        yield Ability(name, False, sglang_note, "make test-sglang")
 
-    slurm = "sbatch" in machine.programs
-    none = "no sbatch: this is no login node of a Slurm cluster"
-    yield Ability("jobs by Slurm", slurm, "sbatch slurm/demo.sbatch" if slurm else none)
+    has_slurm = "sbatch" in machine.programs
+    slurm_note = "no sbatch: this is no login node of a Slurm cluster"
+    yield Ability("jobs by Slurm", has_slurm, "sbatch slurm/demo.sbatch" if has_slurm else slurm_note)
     for name, module, extra in (
         ("sweeps by NeMo-Run", "nemo_run", "launch"),
         ("TensorBoard", "tensorboard", "track"),
@@ -171,8 +171,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         if module in machine.imports:
             yield Ability(name, True)
         else:
-            absent = f"{module.replace('_', '-')} is not installed"
-            yield Ability(name, False, absent, f"pip install 'megarl[{extra}]'")
+            package_note = f"{module.replace('_', '-')} is not installed"
+            yield Ability(name, False, package_note, f"pip install 'megarl[{extra}]'")
 
     layers = ", ".join(machine.sandbox) or "no namespaces, no Landlock, no seccomp"
     for resource, is_denied in machine.denied.items():
@@ -188,27 +188,27 @@ def _demo(machine: Machine) -> Ability:
     if machine.broken:
         return Ability(name, False, "Megatron cannot import the broken Transformer Engine (below)")
     if machine.system != "Linux":
-        tested = "gloo and the verifiers' limits are tested on Linux only"
-        return Ability(name, False, f"{machine.system}: {tested}")
+        reason = "gloo and the verifiers' limits are tested on Linux only"
+        return Ability(name, False, f"{machine.system}: {reason}")
     if machine.cores < 2 or machine.memory < 4 * GIB:
-        there = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
-        return Ability(name, True, f"slowly: {there}, two and 4 are better")
+        resources = f"{machine.cores} cores and {machine.memory / GIB:.0f} GiB"
+        return Ability(name, True, f"slowly: {resources}, two and 4 are better")
     return Ability(name, True, "make demo")
 
 
 def _gpu(machine: Machine) -> Ability:
     name = "training on GPUs, bf16"
     if machine.gpus and machine.problem is None:
-        old = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]
-        if old:
-            return Ability(name, False, f"{old[0]} is older than Ampere and has no bf16")
-        kinds = ", ".join(sorted({f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in machine.gpus}))
-        return Ability(name, True, f"{len(machine.gpus)} x {kinds}")
+        old_gpu_names = [gpu.name for gpu in machine.gpus if gpu.capability < (8, 0)]
+        if old_gpu_names:
+            return Ability(name, False, f"{old_gpu_names[0]} is older than Ampere and has no bf16")
+        gpu_kinds = ", ".join(sorted({f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in machine.gpus}))
+        return Ability(name, True, f"{len(machine.gpus)} x {gpu_kinds}")
     if machine.cuda is None and "nvidia-smi" in machine.programs:
         reinstall = "pip install --force-reinstall --no-deps torch"
         return Ability(name, False, "there is a driver, but torch is a build for CPUs", reinstall)
     if machine.cuda is None:
         return Ability(name, False, "no GPU driver (nvidia-smi), and torch is a build for CPUs")
-    why = driver_problem(machine.driver, machine.cuda) or machine.problem
-    why = why or "nvidia-smi shows whether the driver does"
-    return Ability(name, False, f"torch sees no GPU: {why}", "nvidia-smi")
+    reason = driver_problem(machine.driver, machine.cuda) or machine.problem
+    reason = reason or "nvidia-smi shows whether the driver does"
+    return Ability(name, False, f"torch sees no GPU: {reason}", "nvidia-smi")

@@ -55,9 +55,9 @@ def evaluate(
     Runs on the ranks of the layout. Writes answers.jsonl, problems.jsonl, data.json and scores.json."""
     config = load_config(path, overrides)
     # In an evaluation every rank has an engine, and nothing is asynchronous.
-    shared = config.parallel.model_copy(update={"rollout_ranks": 0})
-    in_turn = config.schedule.model_copy(update={"ahead": 0})
-    config = config.model_copy(update={"parallel": shared, "schedule": in_turn})
+    parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
+    schedule = config.schedule.model_copy(update={"ahead": 0})
+    config = config.model_copy(update={"parallel": parallel, "schedule": schedule})
     folder = out or config.run_dir / "eval"
     from megarl.schedule.evaluation import find_policy
 
@@ -68,23 +68,23 @@ def evaluate(
         key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
         preflight_evaluation(policy, str(path), key, weights=weights is None)
         if real(folder).is_relative_to(real(policy.model.path)):
-            place = f"is in the model's folder {policy.model.path}, where nothing is to be written"
-            raise ConfigError(f"{folder}: {place} (choose another with --out)")
+            problem = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+            raise ConfigError(f"{folder}: {problem} (choose another with --out)")
 
     if not passes_on_rank_0(check):
         return 2
     policy, weights = find_policy(config, checkpoint)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         from megarl.parallel.lease import hold_lease
         from megarl.parallel.runtime import launched_rank
 
         lease = None
         if launched_rank() == 0:
             remedy = "wait for it, or choose another folder with --out"
-            lease = held.enter_context(hold_lease(folder, "megarl eval", remedy=remedy))
+            lease = stack.enter_context(hold_lease(folder, "megarl eval", remedy=remedy))
         if starts_ranks(policy):
-            main = partial(_evaluate, policy, weights, folder, lease, launched=True)
-            return start_ranks(main, policy, folder)
+            rank_main = partial(_evaluate, policy, weights, folder, lease, launched=True)
+            return start_ranks(rank_main, policy, folder)
         return _evaluate(policy, weights, folder, lease, launched=False)
 
 
@@ -95,11 +95,11 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
         with closing(Evaluation(config, weights, runtime)) as evaluation:
             if runtime.rank == 0:
                 for name, report in evaluation.reports.items():
-                    lead = name.removeprefix("eval").lstrip()
-                    print(*(f"{lead} {line}".lstrip() for line in report.lines()), sep="\n")
-                for one in evaluation.sets:
-                    answers = f"{len(one.problems):,} problems x {one.samples} answers"
-                    print(printable(f"{one.name} {answers} by {evaluation.policy}".lstrip()), flush=True)
+                    prefix = name.removeprefix("eval").lstrip()
+                    print(*(f"{prefix} {line}".lstrip() for line in report.lines()), sep="\n")
+                for eval_set in evaluation.sets:
+                    answers = f"{len(eval_set.problems):,} problems x {eval_set.samples} answers"
+                    print(printable(f"{eval_set.name} {answers} by {evaluation.policy}".lstrip()), flush=True)
             result = evaluation.answer()
         if runtime.rank == 0:
             _publish(evaluation, result, out)
@@ -108,7 +108,7 @@ def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | No
 
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:
-    headline, parts, stats = result.headline, result.by_name(), result.stats()
+    headline, scores_by_source, stats = result.headline, result.by_name(), result.stats()
     summary = {
         "policy": str(evaluation.policy),
         "problems": len(headline.groups),
@@ -120,19 +120,19 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
         "score_mean": stats.get("eval/score"),  # None if binary
         "sources": {
             name: {
-                "problems": len(one.groups),
-                "samples": one.k,
-                "scores": one.scores(),
-                "answers": one.counts(),
+                "problems": len(scores.groups),
+                "samples": scores.k,
+                "scores": scores.scores(),
+                "answers": scores.counts(),
             }
-            for name, one in parts.items()
+            for name, scores in scores_by_source.items()
         },
     }
-    table, unwritten = result.table(), None
+    problem_rows, write_error = result.table(), None
     for name, objects, indent in (
         ("scores.json", [summary], 1),
         ("data.json", [{name: asdict(report) for name, report in evaluation.reports.items()}], 1),
-        ("problems.jsonl", table, None),
+        ("problems.jsonl", problem_rows, None),
         ("answers.jsonl", result.answers(evaluation.tokenizer), None),
     ):
         try:
@@ -141,15 +141,15 @@ def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> Non
                     text = json.dumps(item, ensure_ascii=False, indent=indent) + "\n"
                     file.write(text.encode("utf-8", "backslashreplace"))
         except StorageError as error:  # print the scores first
-            unwritten = unwritten or error
+            write_error = write_error or error
     console, total = Console(), sum(len(groups) for _, groups in result.sets)
-    console.print(_problem_table(table, total))
+    console.print(_problem_table(problem_rows, total))
     if headline.groups:
         console.print(_score_table(headline, total, stats.get("eval/score")))
-    if parts:
-        console.print(_source_table(parts, headline, stats))
-    if unwritten is not None:
-        raise unwritten
+    if scores_by_source:
+        console.print(_source_table(scores_by_source, headline, stats))
+    if write_error is not None:
+        raise write_error
     print(printable(f"answers and scores: {out}"))
 
 
@@ -158,42 +158,42 @@ def _problem_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
     title = f"the {len(hardest)} hardest of {total:,} problems (all: problems.jsonl)"
     if len(hardest) == total:
         title = "all problems, hardest first"
-    problems = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=title)
+    table = Table("problem", "answer", "right", "most frequent", "tokens", "cut", title=title)
     for row in hardest:
-        vote = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
+        vote_text = "-" if row["vote"] is None else f"{row['vote'][:24]} ({row['votes']})"
         question = " ".join(row["question"].split())
         question = question if len(question) <= 60 else f"{question[:38]} ... {question[-17:]}"
-        cells = (question, row["answer"][:24], f"{row['right']}/{row['samples']}", vote)
+        cells = (question, row["answer"][:24], f"{row['right']}/{row['samples']}", vote_text)
         texts = [Text(printable(" ".join(cell.split()))) for cell in cells]
-        problems.add_row(*texts, f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
-    return problems
+        table.add_row(*texts, f"{row['length_mean']:.0f}", f"{row['truncated']:.0%}")
+    return table
 
 
 def _score_table(headline: Scores, total: int, score_mean: float | None) -> Table:
     title = f"{len(headline.groups):,} problems"
     if len(headline.groups) < total:
         title += ", without sets with `every`"
-    measures = Table("measure", "value", "95 % confidence", title=title)
+    table = Table("measure", "value", "95 % confidence", title=title)
     for name, score in headline.scores().items():
-        measures.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
+        table.add_row(name, f"{score['mean']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}")
     if score_mean is not None:
-        measures.add_row("verifier's score", f"{score_mean:.4f}", "")
+        table.add_row("verifier's score", f"{score_mean:.4f}", "")
     for name, count in headline.counts().items():
-        measures.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
-    return measures
+        table.add_row(f"answers, {name.replace('_', ' ')}", f"{count:,}", "")
+    return table
 
 
 def _source_table(parts: Mapping[str, Scores], headline: Scores, stats: Mapping[str, float]) -> Table:
-    same_k = {one.k for one in parts.values()} == {headline.k}
-    heads = list(headline.scores()) if same_k else ["samples", "avg", "pass", "majority"]
-    sources = Table("source", "problems", *heads, "tokens", title="sets and data sources")
-    for name, one in parts.items():
+    has_same_k = {scores.k for scores in parts.values()} == {headline.k}
+    heads = list(headline.scores()) if has_same_k else ["samples", "avg", "pass", "majority"]
+    table = Table("source", "problems", *heads, "tokens", title="sets and data sources")
+    for name, scores in parts.items():
         length = stats.get(f"eval/{name}/length_mean")
-        means = {measure: f"{score['mean']:.4f}" for measure, score in one.scores().items()}
-        if not same_k:
+        means = {measure: f"{score['mean']:.4f}" for measure, score in scores.scores().items()}
+        if not has_same_k:
             means = {measure.partition("@")[0]: mean for measure, mean in means.items()}
-            means["samples"] = str(one.k or "-")
+            means["samples"] = str(scores.k or "-")
         tokens = "-" if length is None else f"{length:.0f}"
         cells = (means.get(head, "-") for head in heads)
-        sources.add_row(Text(printable(name)), f"{len(one.groups):,}", *cells, tokens)
-    return sources
+        table.add_row(Text(printable(name)), f"{len(scores.groups):,}", *cells, tokens)
+    return table

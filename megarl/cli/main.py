@@ -48,17 +48,19 @@ class Command(TyperCommand):
     """A command that, unlike Typer's, accepts `--seeds 0 1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        given: list[str] = []
+        multiple_options = {
+            name for param in self.params if getattr(param, "multiple", False) for name in param.opts
+        }
+        expanded_args: list[str] = []
         option = ""  # of the following values
-        for word, following in zip(args, [*args[1:], "-"], strict=False):
+        for word, next_word in zip(args, [*args[1:], "-"], strict=False):
             if option and not word.startswith("-"):
-                given += [option, word]
+                expanded_args += [option, word]
                 continue
-            option = word if word in several else ""
-            if not option or following.startswith("-"):  # Typer raises an error
-                given.append(word)
-        return super().parse_args(ctx, given)
+            option = word if word in multiple_options else ""
+            if not option or next_word.startswith("-"):  # Typer raises an error
+                expanded_args.append(word)
+        return super().parse_args(ctx, expanded_args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         records: dict[str, list[Any]] = {"argument": [], "option": []}
@@ -66,11 +68,11 @@ class Command(TyperCommand):
         for param in self.get_params(ctx):
             if record := param.get_help_record(ctx):
                 # Without the type that Typer appends.
-                first = record[0] if param.param_type_name == "option" else param.display_name_raw
-                records[param.param_type_name].append((first, record[1]))
-        for kind, rows in records.items():
+                label = record[0] if param.param_type_name == "option" else param.display_name_raw
+                records[param.param_type_name].append((label, record[1]))
+        for param_type, rows in records.items():
             if rows:
-                with formatter.section(f"{kind.title()}s"):
+                with formatter.section(f"{param_type.title()}s"):
                     formatter.write_dl(rows)
 
 
@@ -84,8 +86,8 @@ class Words(TyperGroup):
         return _added(self.word)
 
     def summaries(self) -> dict[str, str]:
-        there = {name: _paragraph(command.help) for name, command in self.commands.items()}
-        return {**{name: summary(place) for name, place in self.places().items()}, **there}
+        registered_summaries = {name: _paragraph(command.help) for name, command in self.commands.items()}
+        return {**{name: summary(place) for name, place in self.places().items()}, **registered_summaries}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list({**self.places(), **self.commands})
@@ -100,8 +102,8 @@ class Words(TyperGroup):
 
             # Raises ConfigError: megarl is older than its entry points.
             plugin(GROUP, "-".join(filter(None, (self.word, cmd_name))))
-        known: Any = dict.fromkeys(self.list_commands(ctx))
-        self.commands = known  # for suggestions in the error
+        commands: Any = dict.fromkeys(self.list_commands(ctx))
+        self.commands = commands  # for suggestions in the error
         return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -131,7 +133,7 @@ class Commands(Words):
 def load(name: str, place: str) -> Any:
     """Import a command or group. Raises ConfigError if another package's cannot be imported."""
     try:
-        loaded = EntryPoint(name, place, GROUP).load()
+        target = EntryPoint(name, place, GROUP).load()
     except ImportError as error:
         if place in COMMANDS.values():
             raise
@@ -140,13 +142,13 @@ def load(name: str, place: str) -> Any:
         raise ConfigError(
             f"{name}: {place} cannot be imported: {error} (install its package again)"
         ) from None
-    app = loaded if isinstance(loaded, Typer) else Typer(add_completion=False)
-    if app is not loaded:
-        app.command(name)(loaded)
+    app = target if isinstance(target, Typer) else Typer(add_completion=False)
+    if app is not target:
+        app.command(name)(target)
     app.rich_markup_mode, app.info.cls = None, Words
     for command in app.registered_commands:
         command.cls = Command
-    if app is not loaded:
+    if app is not target:
         return get_command(app)
     group: Any = get_group(app)
     group.word = name
@@ -156,10 +158,14 @@ def load(name: str, place: str) -> Any:
 @cache
 def _added(word: str = "") -> dict[str, str]:
     """Return command -> module:object of other packages, of those after `word`."""
-    points = {tuple(one.name.split("-", 1)): one.value for one in entry_points(group=GROUP)}
+    place_by_words = {
+        tuple(entry_point.name.split("-", 1)): entry_point.value for entry_point in entry_points(group=GROUP)
+    }
     if word:
-        return {words[1]: place for words, place in points.items() if len(words) == 2 and words[0] == word}
-    return {"-".join(words): place for words, place in points.items() if words[0] not in COMMANDS}
+        return {
+            words[1]: place for words, place in place_by_words.items() if len(words) == 2 and words[0] == word
+        }
+    return {"-".join(words): place for words, place in place_by_words.items() if words[0] not in COMMANDS}
 
 
 def summary(place: str) -> str:
@@ -172,8 +178,8 @@ def summary(place: str) -> str:
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 return _paragraph(ast.get_docstring(node))
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                helps = [word.value for word in node.value.keywords if word.arg == "help"]  # type: ignore[attr-defined]
-                return str(ast.literal_eval(helps[0]))
+                help_values = [keyword.value for keyword in node.value.keywords if keyword.arg == "help"]  # type: ignore[attr-defined]
+                return str(ast.literal_eval(help_values[0]))
     return ""
 
 
@@ -218,8 +224,8 @@ def _complaint(error: TyperException) -> str:
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if isinstance(error.__cause__, ValidationError):
         problem = error.__cause__.errors()[0]
-        if plain := PLAINER.get(problem["type"]):
-            text = f"{text.partition(':')[0]}: {plain} (got {problem['input']!r})"
+        if message := PLAINER.get(problem["type"]):
+            text = f"{text.partition(':')[0]}: {message} (got {problem['input']!r})"
     option = getattr(error, "option_name", "")
     if "." in option:
         text += f"; an override has no dashes: {option.lstrip('-')}=..."

@@ -59,12 +59,14 @@ def preflight(
         bandwidth=bandwidth,
     )
     # Broken packages would stop the ranks only after all have started.
-    broken = (
+    package_problems = (
         engine_import_problem(config.rollout.engine),
         broken_transformer_engine(),
         cudnn_problem() if cuda and config.model.layers != "portable" else None,
     )
-    findings = check_nodes(place, needs, node_versions(cuda), problems=[line for line in broken if line])
+    findings = check_nodes(
+        place, needs, node_versions(cuda), problems=[line for line in package_problems if line]
+    )
     if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
         for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
@@ -81,8 +83,8 @@ def planned_needs(config: Config, world: int) -> tuple[float, float]:
     from megarl.plan.inputs import make_plan_inputs
     from megarl.weights.known_models import planning_config
 
-    made = make_plan_inputs(config, planning_config(config.model.path)[1], world=world)
-    return sum(node_bytes(made).values()), disk_bytes(made)
+    inputs = make_plan_inputs(config, planning_config(config.model.path)[1], world=world)
+    return sum(node_bytes(inputs).values()), disk_bytes(inputs)
 
 
 def node_versions(cuda: bool) -> dict[str, str]:
@@ -92,9 +94,9 @@ def node_versions(cuda: bool) -> dict[str, str]:
     from megarl.schedule.identity import checksum_code
     from megarl.schedule.preflight import versions
 
-    code = checksum_code()
-    found = {**versions(), "python": platform.python_version(), "megarl's files": code}
+    code_checksum = checksum_code()
+    version_by_name = {**versions(), "python": platform.python_version(), "megarl's files": code_checksum}
     if cuda:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["GPU"] = torch.cuda.get_device_name(0)
-    return found
+        version_by_name["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        version_by_name["GPU"] = torch.cuda.get_device_name(0)
+    return version_by_name

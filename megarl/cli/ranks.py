@@ -33,14 +33,14 @@ def checks_packages(command: Callable[Arguments, int]) -> Callable[Arguments, in
     """Check packages and launcher before a command imports Megatron."""
 
     @wraps(command)
-    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         from megarl.parallel import machine
 
         machine.check_packages()
         machine.check_launcher()
         return command(*args, **kwargs)
 
-    return checked
+    return wrapper
 
 
 def quiet_libraries() -> None:
@@ -70,10 +70,10 @@ def exit_code(command: Callable[[], int]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
         except OSError as error:
-            if (known := to_storage_error(error)) is None:
+            if (storage_error := to_storage_error(error)) is None:
                 raise
-            print(f"megarl: {known}", file=sys.stderr, flush=True)
-            return known.code
+            print(f"megarl: {storage_error}", file=sys.stderr, flush=True)
+            return storage_error.code
 
 
 class _Spared(FileIO):
@@ -81,13 +81,13 @@ class _Spared(FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            left = memoryview(data)
-            while left:
-                left = left[super().write(left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[super().write(remaining) :]
         except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, self.fileno())
+            os.close(null_device)
             if self.fileno() != 2:
                 print(
                     "megarl: nobody reads this output any more; the run continues",
@@ -104,7 +104,7 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
     """Let a command continue when its output file is on a full disk; with `pipes` also without a reader.
 
     Python would keep the text, raise again with each print, and end with code 120."""
-    kept = sys.stdout, sys.stderr
+    original_streams = sys.stdout, sys.stderr
     try:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -118,9 +118,9 @@ def spared_output(*, pipes: bool = False) -> Iterator[None]:
                 setattr(sys, name, TextIOWrapper(sink, stream.encoding, stream.errors, line_buffering=True))
         yield
     finally:
-        for stream in {sys.stdout, sys.stderr} - set(kept):
+        for stream in {sys.stdout, sys.stderr} - set(original_streams):
             stream.flush()
-        sys.stdout, sys.stderr = kept
+        sys.stdout, sys.stderr = original_streams
 
 
 def passes_on_rank_0(check: Callable[[], None]) -> bool:
@@ -174,14 +174,14 @@ def start_ranks(
 def _without_current_folder() -> Iterator[None]:
     """Keep the `python -c` of GPU ranks from importing files of the current folder."""
     name = "PYTHONSAFEPATH"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
         del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        if old_value is not None:
+            os.environ[name] = old_value
 
 
 def run_rank(
@@ -206,41 +206,45 @@ def run_rank(
     from megarl.parallel.lease import Lease
     from megarl.weights.families import get_family, read_config
 
-    mixture = get_family(read_config(config.model.path)).is_moe
-    with ExitStack() as keeping:
-        keeping.enter_context(spared_output(pipes=True))
+    is_moe = get_family(read_config(config.model.path)).is_moe
+    with ExitStack() as stack:
+        stack.enter_context(spared_output(pipes=True))
         if lease is not None:
-            keeping.enter_context(lease.kept())
+            stack.enter_context(lease.kept())
         secret = folder / ".secret"
-        runtime = parallel.start(config.parallel, config.seed, mixture=mixture, secret=secret)
-        failed, code = True, 1
+        runtime = parallel.start(config.parallel, config.seed, mixture=is_moe, secret=secret)
+        has_failed, code = True, 1
         try:
             if parallel.is_launched() and not launched:  # torchrun: only rank 0 has the lease
-                taken = broadcast_from_rank_0(runtime.job, lease, Lease | None)
-                if lease is None and taken is not None:
-                    keeping.enter_context(taken.kept())
+                shared_lease = broadcast_from_rank_0(runtime.job, lease, Lease | None)
+                if lease is None and shared_lease is not None:
+                    stack.enter_context(shared_lease.kept())
             code = job(runtime) or 0
-            failed = False
-        except (MegarlError, OSError) as met:
-            error = met if isinstance(met, MegarlError) else to_storage_error(met)
+            has_failed = False
+        except (MegarlError, OSError) as original_error:
+            error = (
+                original_error
+                if isinstance(original_error, MegarlError)
+                else to_storage_error(original_error)
+            )
             if error is None:
                 raise
-            if error is not met:
+            if error is not original_error:
                 error.on_every_rank = False
-            failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
+            has_failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
-            reported = launched and write_error_file(line, error.code)
+            is_reported = launched and write_error_file(line, error.code)
             # Engines' errors may not reach the trainers, so the first rank of each kind prints. A launched
             # rank without a file prints too: the launcher may end the others first.
-            prints = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
-            if not reported and prints:
+            should_print = runtime.rank in (0, runtime.first_engine) or not error.on_every_rank or launched
+            if not is_reported and should_print:
                 print(f"megarl: {line}", file=sys.stderr, flush=True)
         except RuntimeError as error:
             line = f"rank {runtime.rank}: lost another rank: {error}"
             if not (launched and lost_a_peer(error) and write_error_file(line, 1, peer_lost=True)):
                 raise
         finally:
-            if not parallel.stop(failed=failed):
+            if not parallel.stop(failed=has_failed):
                 atexit.register(_leave, code)
     return code
 

@@ -58,14 +58,14 @@ def train(
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
     # Before the imports, which take seconds. The ranks get SIGUSR1; SIGTERM ends them.
-    with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as held:
+    with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as stack:
         if not passes_on_rank_0(lambda: check_run(config, str(path))):
             return 2
         from megarl.parallel.runtime import launched_rank
 
         lease = None
         if launched_rank() == 0:
-            lease = held.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
+            lease = stack.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
             begin_run(config, fresh)
         if not starts_ranks(config):
             return _train(config, stop, lease, launched=False)
@@ -73,11 +73,11 @@ def train(
         from megarl.parallel.launch import LOST
 
         grace = config.checkpoint.grace if config.checkpoint.every else 0.0
-        for number in range(config.parallel.restarts + 1):
-            if number:
+        for attempt in range(config.parallel.restarts + 1):
+            if attempt:
                 lease.renew()
-                times = f"{number} of at most {config.parallel.restarts} times"
-                print(f"megarl: the ranks are restarted ({times})", file=sys.stderr, flush=True)
+                attempts_text = f"{attempt} of at most {config.parallel.restarts} times"
+                print(f"megarl: the ranks are restarted ({attempts_text})", file=sys.stderr, flush=True)
             code = start_ranks(
                 partial(_train_launched, config, stop.end, lease), config, config.run_dir, grace, stop
             )
@@ -209,17 +209,17 @@ def replay(
         from megarl.schedule.replay import check_replay
 
         check_replay(config, step)
-        in_turn = config.schedule.model_copy(update={"ahead": 0})  # a replay generates nothing
-        preflight(config.model_copy(update={"schedule": in_turn}), str(file), replay=True)
+        schedule = config.schedule.model_copy(update={"ahead": 0})  # a replay generates nothing
+        preflight(config.model_copy(update={"schedule": schedule}), str(file), replay=True)
 
     if not passes_on_rank_0(check):
         return 2
-    with ExitStack() as held:
+    with ExitStack() as stack:
         from megarl.parallel.runtime import launched_rank
 
         lease = None
         if launched_rank() == 0:
-            lease = held.enter_context(lease_of_run(config, "megarl replay", wait, lambda: False))
+            lease = stack.enter_context(lease_of_run(config, "megarl replay", wait, lambda: False))
         if starts_ranks(config):
             return start_ranks(partial(_replay, config, step, tolerance, lease, launched=True), config, run)
         return _replay(config, step, tolerance, lease, launched=False)

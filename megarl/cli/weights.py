@@ -57,20 +57,20 @@ def plan_weights(
     from megarl.weights.shards import hf_shapes
 
     config = load_config(path, overrides)
-    where, hf_config = planning_config(config.model.path, model)
-    sizes, dtype = config.parallel, config.model.dtype
+    model_name, hf_config = planning_config(config.model.path, model)
+    parallel, dtype = config.parallel, config.model.dtype
     itemsize = {"bf16": 2, "fp32": 4}[dtype]
     try:
-        layout = Layout(sizes.tp, sizes.pp, sizes.dp or 1, sizes.ep, sizes.cp, sizes.vpp)
+        layout = Layout(parallel.tp, parallel.pp, parallel.dp or 1, parallel.ep, parallel.cp, parallel.vpp)
     except ValueError as error:
         raise ConfigError(f"{path}: parallel: {error}") from None
     started = time.perf_counter()
-    made = engine_plan(config, hf_config, layout)
+    plan = engine_plan(config, hf_config, layout)
     seconds = time.perf_counter() - started
     shapes = hf_shapes(hf_config)
     bucket = config.rollout.transfer_bucket * 2**20
-    direct = direct_cost(made, itemsize, bucket, config.cluster)
-    gather = gather_cost(made, shapes, itemsize, bucket, config.cluster)
+    direct = direct_cost(plan, itemsize, bucket, config.cluster)
+    gather = gather_cost(plan, shapes, itemsize, bucket, config.cluster)
 
     parameters = sum(map(prod, shapes.values()))
     size = f"{parameters / 1e9:.2f} B parameters, {parameters * itemsize / GB:.2f} GB in {dtype}"
@@ -81,12 +81,12 @@ def plan_weights(
     engine_dtype = dtype if config.rollout.weights_dtype == "model" else "fp8 in blocks"
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
     actor = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}{context}{experts}"
-    print(printable(f"model    {where}: {size}"))
+    print(printable(f"model    {model_name}: {size}"))
     print(f"actor    {actor}: {layout.world} GPUs on {nodes} nodes")
     print(
         f"engines  {(rollout_ranks or layout.world) // tp} of tp {tp} ({engine}), weights in {engine_dtype}"
     )
-    print(f"plan     {len(made.copies):,} copies, made in {seconds:.1f} s\n")
+    print(f"plan     {len(plan.copies):,} copies, made in {seconds:.1f} s\n")
 
     _print_comparison(direct, gather)
     if ranks:
@@ -94,7 +94,7 @@ def plan_weights(
         for rank, cost in direct.items():
             print(f"{rank:6d}" + "".join(f"{figure(cost):29.{decimals}f}" for _, figure, decimals in FIGURES))
     if verify:
-        _verify(made)
+        _verify(plan)
     return 0
 
 
@@ -118,8 +118,12 @@ def _print_comparison(direct: Mapping[int, RankCost], gather: Mapping[int, RankC
             line += f"{min(values):{width}.{decimals}f}{fmean(values):10.{decimals}f}"
             line += f"{max(values):10.{decimals}f}"
         print(line)
-    received, gathered = (max(cost.received for cost in costs.values()) for costs in (direct, gather))
-    slowest, slowest_gather = (max(cost.seconds for cost in costs.values()) for costs in (direct, gather))
-    if received and slowest:
-        fewer = f"{gathered / received:.1f} times fewer bytes into a GPU"
-        print(f"\nthe plan: {fewer}; the slowest GPU is done {slowest_gather / slowest:.1f} times sooner")
+    plan_bytes, gather_bytes = (max(cost.received for cost in costs.values()) for costs in (direct, gather))
+    plan_seconds, gather_seconds = (
+        max(cost.seconds for cost in costs.values()) for costs in (direct, gather)
+    )
+    if plan_bytes and plan_seconds:
+        saving = f"{gather_bytes / plan_bytes:.1f} times fewer bytes into a GPU"
+        print(
+            f"\nthe plan: {saving}; the slowest GPU is done {gather_seconds / plan_seconds:.1f} times sooner"
+        )

@@ -138,26 +138,30 @@ def _optimizer_problems(c: Config, name: str, optimizer: OptimizerConfig) -> Ite
         keys = (f"{name}.lora.{key}" for key in ("alpha", "rank_stabilized", "targets"))
         yield from _unused(c, what, *keys)
     elif optimizer.frozen or optimizer.frozen_layers:
-        key, none = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
-        yield f"{name}.{key}: LoRA freezes the whole model already (set it to {none})"
+        key, default = ("frozen", "[]") if optimizer.frozen else ("frozen_layers", "0")
+        yield f"{name}.{key}: LoRA freezes the whole model already (set it to {default})"
     elif c.model.fp8.format != "none" and c.model.fp8.recipe == "delayed":
         what = "adapter checkpoints lack the scaling histories of model.fp8.recipe delayed"
         yield f"{name}.lora.rank: {what} (choose another recipe, or set rank to null)"
 
 
 def _folder_problems(c: Config) -> Iterator[str]:
-    written = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
+    output_folders = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
     models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
     models |= c.teacher.folders
     for key, model in {"model.path": c.model.path, **models}.items():
         if model is None:
             continue
-        folder, run = real(model), real(c.run_dir)
-        for other, path in written.items():
-            if path is not None and real(path).is_relative_to(folder):
+        model_folder, run_folder = real(model), real(c.run_dir)
+        for output_key, path in output_folders.items():
+            if path is not None and real(path).is_relative_to(model_folder):
                 what = f"{path} is inside {key} {model}, which must not change"
-                yield f"{other}: {what} (choose another folder)"
-        if folder != run and folder.is_relative_to(run) and folder.relative_to(run).parts[0] in RUN_WRITES:
+                yield f"{output_key}: {what} (choose another folder)"
+        if (
+            model_folder != run_folder
+            and model_folder.is_relative_to(run_folder)
+            and model_folder.relative_to(run_folder).parts[0] in RUN_WRITES
+        ):
             what = f"{model} is one of the folders that the run writes in run_dir {c.run_dir}"
             yield f"{key}: {what} (choose another run_dir)"
 
@@ -174,9 +178,9 @@ def _parallel_problems(c: Config) -> Iterator[str]:
         yield f"parallel.vpp: {what} (set it to 1, or raise parallel.pp)"
     if c.parallel.vpp == 1 and c.parallel.overlap_warmup_flush:
         yield "parallel.overlap_warmup_flush: has no effect while parallel.vpp is 1 (leave it out)"
-    longest, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
-    if chunks > max(longest, 2):
-        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {longest}"
+    max_length, chunks = c.data.max_prompt_tokens + c.rollout.max_extent, 2 * c.parallel.cp
+    if chunks > max(max_length, 2):
+        what = f"{c.parallel.cp} ranks cut each sequence into {chunks} chunks, and none has over {max_length}"
         yield f"parallel.cp: {what} tokens (lower it)"
 
 
@@ -197,17 +201,17 @@ def _precision_problems(c: Config) -> Iterator[str]:
     if c.parallel.grad_dtype == "bf16" and c.model.dtype != "bf16":
         yield f"parallel.grad_dtype: bf16 needs model.dtype bf16 (got {c.model.dtype})"
 
-    fp8, needs = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
+    fp8, requirement = c.model.fp8, f"model.fp8.format: {c.model.fp8.format} needs"
     if fp8.format == "none":
         what = "has no effect while model.fp8.format is none (set it to hybrid or e4m3)"
         yield from _unused(c, what, "model.fp8.recipe", "model.fp8.first_last_layers_bf16")
     else:
         if c.model.dtype != "bf16":
-            yield f"{needs} model.dtype bf16 (got {c.model.dtype})"
+            yield f"{requirement} model.dtype bf16 (got {c.model.dtype})"
         if c.model.layers == "portable":
-            yield f"{needs} Transformer Engine's layers (set model.layers to te or auto)"
+            yield f"{requirement} Transformer Engine's layers (set model.layers to te or auto)"
         if c.parallel.device == "cpu":
-            yield f"{needs} a GPU, and parallel.device is cpu (set model.fp8.format to none)"
+            yield f"{requirement} a GPU, and parallel.device is cpu (set model.fp8.format to none)"
         if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
             what = "recipe delayed scales all layers or none"
             yield f"model.fp8.first_last_layers_bf16: {what} (choose tensorwise, or set it to false)"
@@ -300,8 +304,8 @@ def _critic_problems(c: Config) -> Iterator[str]:
         yield from _unused(c, what, *CRITICS)
     elif c.critic.count > max(1, group * (a.advantage == "gae")):
         what = "several critics need algorithm.advantage gae, and a response each in every group"
-        got = f"got {c.critic.count} with groups of {group} and {a.advantage}"
-        yield f"critic.count: {what} ({got}; set it to 1)"
+        value_text = f"got {c.critic.count} with groups of {group} and {a.advantage}"
+        yield f"critic.count: {what} ({value_text}; set it to 1)"
     if not c.has_critic or c.critic.count == 1:
         what = "has no effect with fewer than two critics (set critic.count=2, or it to 0)"
         yield from _unused(c, what, "algorithm.agreement")
@@ -344,33 +348,33 @@ def _policy_loss_problems(c: Config) -> Iterator[str]:
     m, name = a.mismatch, "algorithm.mismatch"
     if m.mask_low >= m.mask_high:
         yield f"{name}.mask_low: must be less than mask_high {m.mask_high} (got {m.mask_low})"
-    for switch, kind, keys in (("weight", m.weight, ["cap"]), ("mask", m.mask, ["mask_low", "mask_high"])):
-        if kind == "none":
+    for switch, level, keys in (("weight", m.weight, ["cap"]), ("mask", m.mask, ["mask_low", "mask_high"])):
+        if level == "none":
             what = f"has no effect while {name}.{switch} is none (set it to token or sequence)"
             yield from _unused(c, what, *(f"{name}.{key}" for key in keys))
 
 
 def _mini_batch_problems(c: Config) -> Iterator[str]:
-    actor = c.update.mini_batch
-    critic = c.critic.mini_batch or actor
-    divide = f"must divide the {c.responses} responses of a step"
-    if c.responses % actor:
-        yield f"update.mini_batch: {divide}, rollout.prompts * rollout.group_size (got {actor})"
-    if c.responses % critic or max(critic, actor) % min(critic, actor):
-        other = f"divide update.mini_batch {actor} or be a multiple of it"
-        yield f"critic.mini_batch: {divide}, and {other} (got {critic})"
+    actor_size = c.update.mini_batch
+    critic_size = c.critic.mini_batch or actor_size
+    requirement = f"must divide the {c.responses} responses of a step"
+    if c.responses % actor_size:
+        yield f"update.mini_batch: {requirement}, rollout.prompts * rollout.group_size (got {actor_size})"
+    if c.responses % critic_size or max(critic_size, actor_size) % min(critic_size, actor_size):
+        alternative = f"divide update.mini_batch {actor_size} or be a multiple of it"
+        yield f"critic.mini_batch: {requirement}, and {alternative} (got {critic_size})"
 
 
 def _engine_problems(c: Config) -> Iterator[str]:
-    r, limit = c.rollout, c.parallel.timeout
-    kind = r.capabilities
-    if kind.continuous_batching and r.engine_timeout >= limit:
-        what = f"must be < parallel.timeout {limit:g}, as other ranks wait"
+    r, rank_timeout = c.rollout, c.parallel.timeout
+    capabilities = r.capabilities
+    if capabilities.continuous_batching and r.engine_timeout >= rank_timeout:
+        what = f"must be < parallel.timeout {rank_timeout:g}, as other ranks wait"
         yield f"rollout.engine_timeout: {what} (got {r.engine_timeout:g})"
-    if not (kind.sharded or kind.remote) and r.engine_tp > 1:
+    if not (capabilities.sharded or capabilities.remote) and r.engine_tp > 1:
         what = f"must be 1 for rollout.engine {r.engine}, which is not sharded"
         yield f"rollout.engine_tp: {what} (got {r.engine_tp})"
-    if not kind.sharded and r.weights_dtype != "model":
+    if not capabilities.sharded and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
     yield from _server_problems(r)
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
@@ -391,13 +395,17 @@ def _episode_problems(c: Config) -> Iterator[str]:
         yield "log.reflection_words: must not hold an empty text, which every response contains (remove it)"
     if "" in r.stop:
         yield "rollout.stop: must not hold an empty text, which would end every response at once"
-    given = [f"rollout.{key}" for key in ("episode", "tools", "environment", "agent") if getattr(r, key)]
-    if len(given) > 1:
-        yield f"{given[1]}: cannot be combined with {given[0]}: each defines the episode (leave one out)"
+    keys = [f"rollout.{key}" for key in ("episode", "tools", "environment", "agent") if getattr(r, key)]
+    if len(keys) > 1:
+        yield f"{keys[1]}: cannot be combined with {keys[0]}: each defines the episode (leave one out)"
     if r.environment_arguments and not r.environment:
         yield "rollout.environment_arguments: has no effect without an environment (set rollout.environment)"
-    remote = [one.removeprefix("mcp:") for one in (*r.tools, *map(str, r.environment_arguments.values()))]
-    if r.turns.sandbox == "strict" and (url := next((one for one in remote if "://" in one[:8]), None)):
+    addresses = [
+        address.removeprefix("mcp:") for address in (*r.tools, *map(str, r.environment_arguments.values()))
+    ]
+    if r.turns.sandbox == "strict" and (
+        url := next((address for address in addresses if "://" in address[:8]), None)
+    ):
         what = f"strict has no network, which {url} needs"
         yield f"rollout.turns.sandbox: {what} (set it to network)"
     for key in ("tools", "agent"):
@@ -411,30 +419,30 @@ def _episode_problems(c: Config) -> Iterator[str]:
     if not r.is_multi_turn:
         remedy = "set rollout.episode, tools, environment or agent"
         yield from _unused(c, f"has no effect on responses of one turn ({remedy})", "rollout.turns")
-    if (most := r.turns.max_tokens) is not None and most < r.max_response_tokens:
+    if (max_tokens := r.turns.max_tokens) is not None and max_tokens < r.max_response_tokens:
         what = f"must be >= rollout.max_response_tokens {r.max_response_tokens}, which it includes"
-        yield f"rollout.turns.max_tokens: {what} (got {most})"
+        yield f"rollout.turns.max_tokens: {what} (got {max_tokens})"
     prompt, positions = c.data.max_prompt_tokens, c.model.max_positions
     if positions and prompt + r.max_extent > positions:
-        sum_ = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
+        length_text = f"data.max_prompt_tokens {prompt} + {r.max_extent} tokens"
         key = "max_response_tokens" if r.max_extent == r.max_response_tokens else "turns.max_tokens"
-        yield f"rollout.{key}: {sum_} exceed the model's {positions} positions (lower one of them)"
+        yield f"rollout.{key}: {length_text} exceed the model's {positions} positions (lower one of them)"
 
 
 def _reward_problems(c: Config) -> Iterator[str]:
-    reward, longest, sampling = c.reward, c.rollout.max_response_tokens, c.rollout.dynamic_sampling
-    if reward.overlong.soft_punishment and reward.overlong.buffer > longest:
-        what = f"must be <= rollout.max_response_tokens {longest}"
+    reward, max_tokens, sampling = c.reward, c.rollout.max_response_tokens, c.rollout.dynamic_sampling
+    if reward.overlong.soft_punishment and reward.overlong.buffer > max_tokens:
+        what = f"must be <= rollout.max_response_tokens {max_tokens}"
         yield f"reward.overlong.buffer: {what} (got {reward.overlong.buffer})"
     if reward.correct <= reward.incorrect:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
     has_model = reward.model.path is not None
-    terms = [term.weight for term in reward.terms.values()]
-    if not any((reward.weight, *terms, has_model and reward.model.weight)):
+    term_weights = [term.weight for term in reward.terms.values()]
+    if not any((reward.weight, *term_weights, has_model and reward.model.weight)):
         what = "0, and neither a term of reward.terms nor a reward model has a weight"
         yield f"reward.weight: {what} (give one of them a weight)"
-    if sampling.enabled and sampling.by == "score" and not (reward.weight or any(terms)):
+    if sampling.enabled and sampling.by == "score" and not (reward.weight or any(term_weights)):
         what = "score: only the reward model rewards, and groups are filtered before it scores them"
         remedy = "set it to accuracy, or give the verifier or a term a weight"
         yield f"rollout.dynamic_sampling.by: {what} ({remedy})"
@@ -468,11 +476,11 @@ def _window_problems(c: Config) -> Iterator[str]:
     if c.algorithm.window_tail >= window:
         what = f"must be less than rollout.window {window}"
         yield f"algorithm.window_tail: {what} (got {c.algorithm.window_tail})"
-    for key, given in (
+    for key, is_enabled in (
         ("rollout.dynamic_sampling.enabled", r.dynamic_sampling.enabled),
         ("reward.overlong.filter", c.reward.overlong.filter),
     ):
-        if given:
+        if is_enabled:
             what = "rollout.window trains on a response before it and its group are finished"
             yield f"{key}: {what} (set it to false)"
     if r.continue_partial:
@@ -486,8 +494,8 @@ def _window_problems(c: Config) -> Iterator[str]:
 
 
 def _server_problems(r: RolloutConfig) -> Iterator[str]:
-    given = {"rollout.urls": r.urls, "rollout.router": (r.router,) if r.router else ()}
-    for key, urls in given.items():
+    urls_by_key = {"rollout.urls": r.urls, "rollout.router": (r.router,) if r.router else ()}
+    for key, urls in urls_by_key.items():
         if urls and not r.capabilities.remote:
             what = f"has no effect with rollout.engine {r.engine}"
             yield f"{key}: {what} (leave it out, or set rollout.engine=sglang_url)"
@@ -507,7 +515,7 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
 
 def evaluation_problems(c: Config) -> Iterator[str]:
     """Yield problems of the entries of data.eval."""
-    first: dict[str, int] = {}  # name -> index of its entry
+    index_by_name: dict[str, int] = {}
     for i, entry in enumerate(c.data.eval):
         key = f"data.eval[{i}].name"
         if entry.name is None:
@@ -517,6 +525,6 @@ def evaluation_problems(c: Config) -> Iterator[str]:
         elif not re.fullmatch("[A-Za-z0-9_.+-]+", entry.name):
             what = "must be of letters, digits and _ . + -, as its metrics are eval/<name>/..."
             yield f"{key}: {what} (got {entry.name!r})"
-        elif first.setdefault(entry.name, i) != i:
-            what = f"data.eval[{first[entry.name]}] has the name {entry.name} already"
+        elif index_by_name.setdefault(entry.name, i) != i:
+            what = f"data.eval[{index_by_name[entry.name]}] has the name {entry.name} already"
             yield f"{key}: {what} (choose another name)"

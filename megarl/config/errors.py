@@ -93,5 +93,5 @@ class Interrupted(MegarlError):
 
 def error_class(name: str) -> type[MegarlError]:
     """Return this module's error class, or EngineError."""
-    found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, MegarlError) else EngineError
+    candidate = globals().get(name)
+    return candidate if isinstance(candidate, type) and issubclass(candidate, MegarlError) else EngineError

@@ -25,10 +25,10 @@ MAKE_ROOM = "make room; the same command continues from what is whole"
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError, e.g. for a pipe, which would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        if stat.S_ISDIR(kind):
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(descriptor, "rb")
@@ -39,10 +39,10 @@ def is_inside(path: Path, folder: Path) -> bool:
 
     Links of the Hugging Face cache (models--OWNER--NAME/snapshots/REVISION) to its folder `blobs` count as
     inside."""
-    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    repository = root.parent.parent
-    is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
-    return real.is_relative_to(root) or (is_cached and real.parent == repository / "blobs")
+    real_path, real_folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    repository = real_folder.parent.parent
+    is_cached = real_folder.parent.name == "snapshots" and repository.name.startswith("models--")
+    return real_path.is_relative_to(real_folder) or (is_cached and real_path.parent == repository / "blobs")
 
 
 def read_json(path: Path, absent: str = "is missing") -> dict[str, Any]:
@@ -63,8 +63,8 @@ def check_files(folder: Path) -> None:
     """Raise CheckpointError for a pipe or device in a model's folder, where other libraries would block."""
     for path in [*folder.glob("*"), *folder.glob("*templates/*")]:
         with suppress(OSError):  # readers report a broken link
-            kind = path.stat().st_mode
-            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(f"{path}: not a regular file (a model's folder holds files alone)")
 
 
@@ -96,8 +96,8 @@ def to_storage_error(error: OSError) -> StorageError | None:
     if error.errno not in NO_ROOM:
         return None
     file = error.filename or "a file"
-    done = "read or written" if error.errno in (errno.EIO, errno.ESTALE) else "written"
-    return StorageError(f"{file}: cannot be {done}: {describe_error(error)} ({MAKE_ROOM})")
+    action = "read or written" if error.errno in (errno.EIO, errno.ESTALE) else "written"
+    return StorageError(f"{file}: cannot be {action}: {describe_error(error)} ({MAKE_ROOM})")
 
 
 class OptionalFiles:
@@ -129,12 +129,12 @@ def append_atomic(file: FileIO, data: bytes) -> None:
     """Append all of `data` or nothing. Raises OSError.
 
     The file is unbuffered, since a buffer would keep the rest and write it later."""
-    end, left = os.fstat(file.fileno()).st_size, memoryview(data)
+    old_size, remaining = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
-        while left:
-            left = left[file.write(left) :]
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
     except OSError:
-        os.ftruncate(file.fileno(), end)
+        os.ftruncate(file.fileno(), old_size)
         raise
 
 
@@ -148,16 +148,16 @@ def atomic_file(path: Path) -> Iterator[BufferedWriter]:
         with open(path, "wb") as file:
             yield file
         return
-    aside = path.with_name(f".{path.name}.partial")
+    partial_path = path.with_name(f".{path.name}.partial")
     try:
-        with open_new(aside) as file:
+        with open_new(partial_path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(partial_path, path)
     except BaseException:
         with suppress(OSError):  # the first error matters
-            aside.unlink()
+            partial_path.unlink()
         raise
 
 

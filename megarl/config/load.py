@@ -66,10 +66,10 @@ class Layer(NamedTuple):
                 continue
             pairs = node.value if isinstance(node, MappingNode) else []
             # Keys from a merge key (<<) come first; the last one wins.
-            found = [(name.start_mark.line + 1, value) for name, value in pairs if name.value == part]
-            if not found:
+            matches = [(name.start_mark.line + 1, value) for name, value in pairs if name.value == part]
+            if not matches:
                 break
-            line, node = found[-1]
+            line, node = matches[-1]
         return f"{self.name}: line {line}" if line else self.name
 
 
@@ -82,32 +82,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     for layer in (*_files(config_file(path), base), *map(_parse_override, overrides)):
         _merge(settings, layer, origins)
     recipe = settings.get("recipe")
-    merged: Settings = {}
+    merged_settings: Settings = {}
     if isinstance(recipe, str):
-        _merge(merged, Layer("", PRESETS.get(recipe, {})), {})
-    preset = {**merged.get("algorithm", {}), **_section(settings, "algorithm")}
+        _merge(merged_settings, Layer("", PRESETS.get(recipe, {})), {})
+    algorithm = {**merged_settings.get("algorithm", {}), **_section(settings, "algorithm")}
     if (
         recipe != "sft"
         and _section(settings, "schedule").get("ahead")
-        and preset.get("old_logprobs") != "engine"
+        and algorithm.get("old_logprobs") != "engine"
     ):
-        _merge(merged, Layer("", AHEAD_PRESET), {})
-    _merge(merged, Layer("", settings), {})
+        _merge(merged_settings, Layer("", AHEAD_PRESET), {})
+    _merge(merged_settings, Layer("", settings), {})
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(merged_settings)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins, str(path))) from None
 
 
 def _section(settings: Settings, name: str) -> Settings:
-    found = settings.get(name)
-    return found if isinstance(found, dict) else {}
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def config_file(name: str | Path, folder: Path = Path()) -> Path:
     """Return `name` in `folder`, or the installed file for a missing `configs/...`."""
-    there, own = folder / name, PACKAGE / name
-    return own if Path(name).parts[:1] == ("configs",) and own.is_file() and not there.exists() else there
+    file, installed_file = folder / name, PACKAGE / name
+    return (
+        installed_file
+        if Path(name).parts[:1] == ("configs",) and installed_file.is_file() and not file.exists()
+        else file
+    )
 
 
 def set_key(key: str, value: int | Path | list[Path]) -> str:
@@ -146,8 +150,8 @@ def _files(path: Path, root: Path | None, named_by: tuple[Path, ...] = ()) -> li
     """Read a file and its bases, parents first.
 
     root: replaces the file without a base. named_by: files that led here"""
-    if any(path.resolve() == earlier.resolve() for earlier in named_by):
-        circle = " -> ".join(str(earlier) for earlier in (*named_by, path))
+    if any(path.resolve() == file.resolve() for file in named_by):
+        circle = " -> ".join(str(file) for file in (*named_by, path))
         raise ConfigError(f"{path}: base: the files name each other in a circle ({circle})")
     layer = _read(path, f" (base of {named_by[-1]})" if named_by else "")
     bases = layer.settings.pop("base", [])
@@ -182,17 +186,19 @@ def _merge(into: Settings, layer: Layer, origins: dict[str, Layer]) -> None:
             what = f"sections within sections, more than {MAX_DEPTH} deep"
             raise ConfigError(f"{layer.where(sections[0])}: {sections[0]}: {what}")
         for key, value in settings.items():
-            dotted = ".".join((*sections, str(key)))
+            dotted_key = ".".join((*sections, str(key)))
             if not isinstance(key, str):
-                raise ConfigError(f"{layer.where(dotted)}: {dotted}: a key must be a text, not {key!r}")
-            if dotted in RENAMED:
-                warning = f"{layer.where(dotted)}: {dotted} is now {RENAMED[dotted]}"
+                raise ConfigError(
+                    f"{layer.where(dotted_key)}: {dotted_key}: a key must be a text, not {key!r}"
+                )
+            if dotted_key in RENAMED:
+                warning = f"{layer.where(dotted_key)}: {dotted_key} is now {RENAMED[dotted_key]}"
                 print(f"megarl: {warning}", file=sys.stderr, flush=True)
-                *_, key = (dotted := RENAMED[dotted]).split(".")
-            origins[dotted] = layer
+                *_, key = (dotted_key := RENAMED[dotted_key]).split(".")
+            origins[dotted_key] = layer
             if isinstance(value, dict):
-                below = into.get(key)
-                into[key] = below if isinstance(below, dict) else {}
+                old_section = into.get(key)
+                into[key] = old_section if isinstance(old_section, dict) else {}
                 merge(into[key], value, (*sections, key))
             else:
                 into[key] = value
@@ -214,32 +220,34 @@ PLAINER = {  # pydantic's error type -> our message
 
 
 def _explain(error: ValidationError, origins: Mapping[str, Layer], path: str) -> str:
-    """Return the first problem with its place and the number of others. path: place of missing keys."""
+    """Return the first problem with its place, and the number of the others. path: place of missing keys"""
     problems = error.errors(include_url=False)
     keys = [_key(problem["loc"]) for problem in problems]
-    key, first = keys[0], problems[0]
+    key, first_problem = keys[0], problems[0]
     parts = key.split(".")
     sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     sections = [re.sub(r"\[\d+\]$", "", name) for name in sections]  # a list is set as a whole
     where = next((origins[name].where(key) for name in sections if name in origins), path)
-    if first["type"] == "extra_forbidden":
+    if first_problem["type"] == "extra_forbidden":
         what = f"unknown key{_suggestion(key)}"
-    elif first["type"] == "missing" and first["loc"][-1] == parts[-1]:
+    elif first_problem["type"] == "missing" and first_problem["loc"][-1] == parts[-1]:
         what, where = "must be given", where if "[" in key else path
     else:
         reasons = []  # a union has one problem per type
-        for problem in (problem for problem, its in zip(problems, keys, strict=True) if its == key):
-            text = PLAINER.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+        for problem in (
+            problem for problem, problem_key in zip(problems, keys, strict=True) if problem_key == key
+        ):
+            reason = PLAINER.get(problem["type"], problem["msg"].removeprefix("Value error, "))
             if problem["type"] == "model_type" and problem["input"] is None:
-                text = "is an empty section: give it keys, or leave it out"
-            reasons.append(re.sub("^Input should be ", "must be ", text))
-        value = first["input"]
+                reason = "is an empty section: give it keys, or leave it out"
+            reasons.append(re.sub("^Input should be ", "must be ", reason))
+        value = first_problem["input"]
         # reprlib, since aliases of lists can expand beyond memory.
-        shown = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
-        shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
-        what = f"{' or '.join(dict.fromkeys(reasons)).replace(' or must be ', ' or ')} (got {shown})"
-    others = len(set(keys)) - 1
-    return f"{where}: {key}: {what}" + (f" [and {others} more]" if others else "")
+        value_text = repr(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
+        value_text = value_text if len(value_text) <= SHOWN else f"{value_text[: SHOWN - 3]}..."
+        what = f"{' or '.join(dict.fromkeys(reasons)).replace(' or must be ', ' or ')} (got {value_text})"
+    other_count = len(set(keys)) - 1
+    return f"{where}: {key}: {what}" + (f" [and {other_count} more]" if other_count else "")
 
 
 def _key(location: Sequence[str | int]) -> str:
@@ -265,17 +273,20 @@ def _key(location: Sequence[str | int]) -> str:
 
 def _suggestion(key: str) -> str:
     """Suggest similar keys of the same section, else the same name elsewhere."""
-    known = [name for name, _ in fields(Config)]
-    known += dict.fromkeys(name[:i] for name in known for i, c in enumerate(name) if c == ".")  # sections
-    parent, _, last = key.rpartition(".")
+    known_keys = [name for name, _ in fields(Config)]
+    # Add the sections.
+    known_keys += dict.fromkeys(name[:i] for name in known_keys for i, c in enumerate(name) if c == ".")
+    parent, _, last_part = key.rpartition(".")
     for pattern, model in ENTRY_SECTIONS:
         if re.fullmatch(pattern, parent):
-            known += [f"{parent}.{name}" for name in model.model_fields]
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
-    found = [siblings[name] for name in difflib.get_close_matches(last, siblings, SUGGESTED, 0.7)]
-    found = found or [name for name in known if name.rpartition(".")[2] == last][:SUGGESTED]
-    if found:
-        return f" (did you mean {' or '.join(found)}?)"
+            known_keys += [f"{parent}.{name}" for name in model.model_fields]
+    siblings = {name.rpartition(".")[2]: name for name in known_keys if name.rpartition(".")[0] == parent}
+    suggestions = [siblings[name] for name in difflib.get_close_matches(last_part, siblings, SUGGESTED, 0.7)]
+    suggestions = (
+        suggestions or [name for name in known_keys if name.rpartition(".")[2] == last_part][:SUGGESTED]
+    )
+    if suggestions:
+        return f" (did you mean {' or '.join(suggestions)}?)"
     return f" (known here: {', '.join(siblings)})"
 
 
@@ -294,8 +305,8 @@ class _Representer(SafeRepresenter):
     """Write YAML that other programs' PyYAML (YAML 1.1) reads the same."""
 
     def represent_str(self, data: str) -> ScalarNode:
-        plain = _YAML_1_1.resolve(ScalarNode, data, (True, False)) == _YAML_1_1.DEFAULT_SCALAR_TAG
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else "'")
+        is_plain = _YAML_1_1.resolve(ScalarNode, data, (True, False)) == _YAML_1_1.DEFAULT_SCALAR_TAG
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if is_plain else "'")
 
     def represent_float(self, data: float) -> ScalarNode:
         node = super().represent_float(data)

@@ -321,8 +321,10 @@ def select_phases(config: Config, stage: str | None = None, *, first_step: bool 
     stage = config.main_stage if stage is None else stage
     if stage == PRETRAINING and not config.has_critic:
         return ()
-    rows = [row for row in PHASES if stage in row.stages and (first_step or not row.first_step_only)]
-    return tuple([add_columns(row, config, stage) for row in rows if row.when(config)])
+    phases = [
+        phase for phase in PHASES if stage in phase.stages and (first_step or not phase.first_step_only)
+    ]
+    return tuple([add_columns(phase, config, stage) for phase in phases if phase.when(config)])
 
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
@@ -331,8 +333,8 @@ def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
     writes = NOTHING.union(*[row.written_names for row in rows])
     may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
     # dataclasses.replace is slower; the planner calls this thousands of times.
-    own = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
-    return Phase(*own, reads, writes, may_write)
+    phase_fields = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
+    return Phase(*phase_fields, reads, writes, may_write)
 
 
 def replay_phases(config: Config) -> tuple[Phase, ...]:
@@ -351,29 +353,29 @@ def check_phases(phases: Sequence[Phase]) -> None:
     tensor group, or the KV cache and an optimizer together."""
     columns: set[str] = set()
     for phase in phases:
-        if missing := ", ".join(sorted(phase.reads - columns)):
-            raise ValueError(f"phase {phase.name} reads {missing}, which no earlier phase writes")
+        if missing_columns := ", ".join(sorted(phase.reads - columns)):
+            raise ValueError(f"phase {phase.name} reads {missing_columns}, which no earlier phase writes")
         columns |= phase.writes | phase.may_write
-        if unknown := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
-            raise ValueError(f"phase {phase.name} needs {unknown}, which is no tensor group")
+        if unknown_groups := ", ".join(sorted(phase.on_gpu - frozenset(GROUPS))):
+            raise ValueError(f"phase {phase.name} needs {unknown_groups}, which is no tensor group")
         if "engine.kv_cache" in phase.on_gpu and any(name.endswith(".optimizer") for name in phase.on_gpu):
-            both = "engine.kv_cache and an optimizer on the device together"
-            raise ValueError(f"phase {phase.name} needs {both}")
+            conflict = "engine.kv_cache and an optimizer on the device together"
+            raise ValueError(f"phase {phase.name} needs {conflict}")
 
 
 def resident_groups(config: Config, phases: Sequence[Phase]) -> list[frozenset[str]]:
     """Return the tensor groups on a trainer's GPU in each phase, for steps after the first."""
-    own = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
-    elsewhere = ENGINE if config.parallel.rollout_ranks else NOTHING
-    if elsewhere or config.rollout.capabilities.remote:
-        own -= ENGINE
-    keep = own & never_offloaded(config, gpu=config.parallel.device != "cpu")
-    resident, found = keep, list[frozenset[str]]()
+    trainer_groups = frozenset(group for group in get_args(TensorGroup) if config.has_group(group))
+    remote_groups = ENGINE if config.parallel.rollout_ranks else NOTHING
+    if remote_groups or config.rollout.capabilities.remote:
+        trainer_groups -= ENGINE
+    fixed_groups = trainer_groups & never_offloaded(config, gpu=config.parallel.device != "cpu")
+    resident, groups_by_phase = fixed_groups, list[frozenset[str]]()
     for phase in (*phases, *phases):  # a second step starts with the first one's last groups
-        if needed := phase.on_gpu - elsewhere:
-            resident = keep | (needed & own)
-        found.append(resident)
-    return found[len(phases) :]
+        if needed_groups := phase.on_gpu - remote_groups:
+            resident = fixed_groups | (needed_groups & trainer_groups)
+        groups_by_phase.append(resident)
+    return groups_by_phase[len(phases) :]
 
 
 def never_offloaded(config: Config, *, gpu: bool) -> frozenset[str]:

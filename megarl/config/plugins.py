@@ -21,7 +21,7 @@ REINSTALL = "run `make install`, or `pip install -e .`, again"
 @cache
 def plugins(group: str) -> dict[str, EntryPoint]:
     """Return name -> entry point of a group, sorted."""
-    return {one.name: one for one in sorted(entry_points(group=group))}
+    return {entry_point.name: entry_point for entry_point in sorted(entry_points(group=group))}
 
 
 def plugin(group: str, name: str) -> Any:

@@ -14,4 +14,4 @@ def printable(text: str) -> str:
     r"""Escape control characters, such as `\x1b`; keep tabs and newlines.
 
     Control characters can hide text, forge lines, or set a terminal's title."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -97,11 +97,11 @@ class Config(Section):
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 
     def has_group(self, group: TensorGroup) -> bool:
-        present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
-        own = self.algorithm.has_reference and self.actor.lora.rank is None
-        present |= {"reference": own, "reward": self.has_reward_model}
-        present |= {"teacher": self.has_teacher}
-        return present[group.partition(".")[0]]
+        is_present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
+        has_reference_model = self.algorithm.has_reference and self.actor.lora.rank is None
+        is_present |= {"reference": has_reference_model, "reward": self.has_reward_model}
+        is_present |= {"teacher": self.has_teacher}
+        return is_present[group.partition(".")[0]]
 
     def without_adapters(self) -> Config:
         models = {"actor": self.actor, "critic": self.critic}

@@ -68,9 +68,9 @@ class GymConfig(Section):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            twice = next((name for i, name in enumerate(value) if name in value[:i]), None)
-            if twice is not None:
-                raise ValueError(f"must name {twice} once (a weight gives it more rows)")
+            duplicate = next((name for i, name in enumerate(value) if name in value[:i]), None)
+            if duplicate is not None:
+                raise ValueError(f"must name {duplicate} once (a weight gives it more rows)")
             value = {name: {} for name in value}
         if not isinstance(value, dict) or not value:
             raise ValueError(
@@ -104,8 +104,8 @@ class DataEntry(Section):
     @model_serializer(mode="wrap")
     def _as_given(self, plain: SerializerFunctionWrapHandler) -> Any:
         """Write a section with only a path as that path."""
-        given = {key: value for key, value in plain(self).items() if value is not None}
-        return given["path"] if list(given) == ["path"] else given
+        values = {key: value for key, value in plain(self).items() if value is not None}
+        return values["path"] if list(values) == ["path"] else values
 
 
 class EvaluationSet(DataEntry):
@@ -164,8 +164,8 @@ class DataConfig(Section):
     @classmethod
     def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Refuse arguments of apply_chat_template that megarl sets."""
-        if taken := sorted(_RENDERING & value.keys()):
-            raise ValueError(f"must not have {taken[0]}, which is set for each conversation")
+        if reserved_names := sorted(_RENDERING & value.keys()):
+            raise ValueError(f"must not have {reserved_names[0]}, which is set for each conversation")
         return value
 
     @property

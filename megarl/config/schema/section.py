@@ -33,16 +33,20 @@ def entry_model(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _model_in(field: FieldInfo) -> type[BaseModel] | None:
-    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+    classes = [
+        candidate
+        for candidate in (field.annotation, *get_args(field.annotation))
+        if isinstance(candidate, type)
+    ]
+    return next((candidate for candidate in classes if issubclass(candidate, BaseModel)), None)
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the schema's leaves by dotted key."""
     for name, info in model.model_fields.items():
-        below = section_model(info)
-        if below is not None:
-            yield from fields(below, f"{prefix}{name}.")
+        subsection = section_model(info)
+        if subsection is not None:
+            yield from fields(subsection, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", info
 
@@ -64,15 +68,15 @@ class Section(BaseModel):
     def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true as 1 and NUL characters, which pydantic accepts; expand ~ in paths."""
         annotation = cls.model_fields[str(info.field_name)].annotation
-        kinds = (annotation, *get_args(annotation))
+        types = (annotation, *get_args(annotation))
         parts = value if isinstance(value, list) else [value]
-        if isinstance(value, dict) and Path in kinds:
+        if isinstance(value, dict) and Path in types:
             parts = [*value.values()]
-        if any(isinstance(part, bool) for part in parts) and bool not in kinds:
+        if any(isinstance(part, bool) for part in parts) and bool not in types:
             raise ValueError("must not be true or false")
         if any(isinstance(part, str) and "\0" in part for part in parts):
             raise ValueError("must not hold a NUL character")
-        if Path not in kinds:
+        if Path not in types:
             return value
         # Shells do not expand the ~ of `model.path=~/x`.
         paths = [Path(p).expanduser() if isinstance(p, str) and p.startswith("~/") else p for p in parts]
