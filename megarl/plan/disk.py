@@ -17,10 +17,10 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
-        shape, trained = plan.shape(model), count_trained(plan, model, Layout(), 0).all
+        shape, trained_params = plan.shape(model), count_trained(plan, model, Layout(), 0).all
         all_params = shape.count_params(Layout(), 0, critic=model == "critic").all
-        total += (all_params if plan.lora(model).rank is None else trained) * shape.itemsize
-        total += trained * 3 * FP32
+        total += (all_params if plan.lora(model).rank is None else trained_params) * shape.itemsize
+        total += trained_params * 3 * FP32
         if model in plan.muon_models:  # one momentum; float32 weights if in bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32

@@ -64,8 +64,8 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
     for model in plan.trained:
         for stage in plan.stages:
             muon = count_muon_elements(plan, model, stage)
-            trained = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
-            params = max(params, trained)
+            adam_params = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
+            params = max(params, adam_params)
     return params * FP32 * (3 + 2 + 3 / (layout.dp * layout.cp))
 
 

@@ -274,9 +274,11 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     dense_share = sizes.dense / sizes.layers if sizes.experts else 1.0
     if sizes.experts:
         # Experts are whole: tensor parallelism divides their tokens.
-        top_k, shared = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
+        top_k, shared_ffn = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
-        shared_seconds = _matmul_seconds((h, 2 * shared), (shared, h), speed=speed) if shared else 0.0
+        shared_seconds = (
+            _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed) if shared_ffn else 0.0
+        )
         matmul += (1 - dense_share) * (experts + shared_seconds)
     if dense_share:
         mlp = dense_share * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
@@ -324,8 +326,8 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
     passes, recomputed_share, selective_seconds = 1.0, 0.0, 0.0
     seconds_per_byte = 2 / (plan.device.memory_speed * 1e9 * READING)
     if update:
-        trained = count_trained(plan, model, Layout(), 0).all
-        passes = 2 + trained / shape.count_params(Layout(), 0, critic=model == "critic").all
+        trained_params = count_trained(plan, model, Layout(), 0).all
+        passes = 2 + trained_params / shape.count_params(Layout(), 0, critic=model == "critic").all
         recomputed_share = plan.recomputed_share
         if config.model.recompute == "selective":
             modules = config.model.recompute_modules

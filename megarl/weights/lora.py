@@ -55,10 +55,10 @@ class Merged:
             a = view(a, (full_box(a.shape)[0], columns)).float()
             target = view(out, shift(overlap, box, full_box(tuple(out.shape))))
             height = max(1, CHUNK // a.shape[1])
-            for first in range(top, bottom, height):
-                last = min(first + height, bottom)
-                strip = target[first - top : last - top]
-                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
+            for start in range(top, bottom, height):
+                stop = min(start + height, bottom)
+                strip = target[start - top : stop - top]
+                strip.copy_(torch.addmm(strip.float(), b.detach()[start:stop].float(), a, alpha=self.scale))
         return out
 
 

@@ -86,8 +86,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
     """Yield boxes of whole rows, of about BLOCK bytes, that tile a tensor."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], step):
-        yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
+    for start in range(0, shape[0], step):
+        yield ((start, min(start + step, shape[0])), *full_box(shape[1:]))
 
 
 class HashedFile(FileIO):
