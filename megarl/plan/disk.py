@@ -17,10 +17,10 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     total = 0.0
     models = (*plan.trained, *["critic"] * (plan.config.critic.count - 1))
     for model in models[1:] if pretraining else models:
-        shape, trained = plan.shape(model), count_trained(plan, model, Layout(), 0).all
-        whole = shape.count_params(Layout(), 0, critic=model == "critic").all
-        total += (whole if plan.lora(model).rank is None else trained) * shape.itemsize
-        total += trained * 3 * FP32
+        shape, trained_params = plan.shape(model), count_trained(plan, model, Layout(), 0).all
+        all_params = shape.count_params(Layout(), 0, critic=model == "critic").all
+        total += (all_params if plan.lora(model).rank is None else trained_params) * shape.itemsize
+        total += trained_params * 3 * FP32
         if model in plan.muon_models:  # one momentum; float32 weights if in bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
@@ -34,17 +34,17 @@ def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
     config, settings = plan.config, plan.config.checkpoint
     if not settings.every:
         return 0, 0
-    pretrained = config.value_pretraining.steps if config.has_critic else 0
-    written, before = -(-config.steps // settings.every), -(-pretrained // settings.every)
+    pretraining_steps = config.value_pretraining.steps if config.has_critic else 0
+    run_count, pretraining_count = -(-config.steps // settings.every), -(-pretraining_steps // settings.every)
     if not settings.keep:
-        return written, before
-    newest = settings.keep + 1
-    kept = min(written, newest)
+        return run_count, pretraining_count
+    newest_count = settings.keep + 1
+    kept_count = min(run_count, newest_count)
     if settings.keep_every:
-        kept += (written - kept) * settings.every // lcm(settings.every, settings.keep_every)
-    return kept, min(before, newest - min(written, newest))
+        kept_count += (run_count - kept_count) * settings.every // lcm(settings.every, settings.keep_every)
+    return kept_count, min(pretraining_count, newest_count - min(run_count, newest_count))
 
 
 def disk_bytes(plan: PlanInputs) -> float:
-    written, before = count_checkpoints(plan)
-    return written * checkpoint_bytes(plan) + before * checkpoint_bytes(plan, pretraining=True)
+    run_count, pretraining_count = count_checkpoints(plan)
+    return run_count * checkpoint_bytes(plan) + pretraining_count * checkpoint_bytes(plan, pretraining=True)

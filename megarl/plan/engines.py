@@ -18,9 +18,9 @@ def kv_cache_bytes(plan: PlanInputs) -> float:
     if not rollout.capabilities.continuous_batching:  # others use the rest of engine_memory
         return rollout.max_batch * (plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1))
     weights = engine_weight_bytes(plan)
-    left = rollout.engine_memory * plan.device.memory - weights
+    remaining_bytes = rollout.engine_memory * plan.device.memory - weights
     # A server's memory is unknown: assume a cache at least as large as the weights.
-    return max(weights if rollout.capabilities.remote else 0.0, left)
+    return max(weights if rollout.capabilities.remote else 0.0, remaining_bytes)
 
 
 def kv_cache_tokens(plan: PlanInputs) -> float:
@@ -39,10 +39,10 @@ def transferred_bytes(plan: PlanInputs) -> float:
     if "engine.weights" not in plan.keep:
         return weights
     optimizer = plan.config.actor
-    changing = plan.actor.count_params(Layout(), 0, optimizer=optimizer).all
+    changing_params = plan.actor.count_params(Layout(), 0, optimizer=optimizer).all
     if optimizer.lora.rank is not None:
-        changing, _ = plan.actor.count_lora(optimizer.lora, 1)
-    return weights * changing / plan.actor.parameters
+        changing_params, _ = plan.actor.count_lora(optimizer.lora, 1)
+    return weights * changing_params / plan.actor.parameters
 
 
 def transfer_buffer_bytes(plan: PlanInputs) -> float:

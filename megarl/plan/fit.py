@@ -27,16 +27,18 @@ CPU_CHANGES = {
 def largest_micro_batch(plan: PlanInputs) -> int:
     """Return the largest token budget that fits, in steps of 1,024; 0 if none does."""
     memory = plan.device.memory
-    outside = max(need.total for need in needs_outside_steps(plan))
+    bytes_outside_steps = max(need.total for need in needs_outside_steps(plan))
 
     def is_too_large(tokens: int) -> bool:
-        return outside > memory or any(need.total > memory for need in gpu_needs(plan, tokens, plan.phases))
+        return bytes_outside_steps > memory or any(
+            need.total > memory for need in gpu_needs(plan, tokens, plan.phases)
+        )
 
     if is_too_large(plan.longest):
         return 0
-    larger = range(plan.longest // 1024 * 1024 + 1024, 2**24 + 1, 1024)
-    fitting = bisect(larger, False, key=is_too_large)
-    return larger[fitting - 1] if fitting else plan.longest
+    budgets = range(plan.longest // 1024 * 1024 + 1024, 2**24 + 1, 1024)
+    num_fitting = bisect(budgets, False, key=is_too_large)
+    return budgets[num_fitting - 1] if num_fitting else plan.longest
 
 
 def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
@@ -47,23 +49,23 @@ def find_problem(plan: PlanInputs, room: float = 0.0) -> str | None:
     for need in gpu_needs(plan):
         if need.total + room > memory:
             parts = sorted(need.parts.items(), key=lambda pair: -pair[1])[:4]
-            listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+            parts_text = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
             return (
                 f"phase {need.phase} needs {need.total / GIB:.1f} GiB of the {memory / GIB:.1f} of each "
-                f"{plan.device.name} (stage {need.stage}: {listed}); {_suggest_change(plan, need)}"
+                f"{plan.device.name} (stage {need.stage}: {parts_text}); {_suggest_change(plan, need)}"
             )
-    cached = kv_cache_tokens(plan)
-    too_small = cached < plan.longest and not rollout.capabilities.remote
-    if plan.config.has_engine and not plan.replay and too_small:
+    cache_tokens = kv_cache_tokens(plan)
+    is_cache_too_small = cache_tokens < plan.longest and not rollout.capabilities.remote
+    if plan.config.has_engine and not plan.replay and is_cache_too_small:
         return (
-            f"the KV cache of an engine holds {cached:,.0f} tokens, one sequence has up to "
+            f"the KV cache of an engine holds {cache_tokens:,.0f} tokens, one sequence has up to "
             f"{plan.longest:,} (raise rollout.engine_tp or rollout.engine_memory "
             f"{rollout.engine_memory:g}, or lower rollout.max_response_tokens)"
         )
-    host, there = sum(node_bytes(plan).values()), plan.config.cluster.host_memory * GIB
-    if host > there:
+    host_bytes, host_memory = sum(node_bytes(plan).values()), plan.config.cluster.host_memory * GIB
+    if host_bytes > host_memory:
         return (
-            f"a node needs {host / GIB:.0f} GiB of memory and has {there / GIB:.0f} "
+            f"a node needs {host_bytes / GIB:.0f} GiB of memory and has {host_memory / GIB:.0f} "
             "(cluster.host_memory; lower rollout.prompts, or use more nodes)"
         )
     return None
@@ -99,30 +101,30 @@ def _suggest_change(plan: PlanInputs, need: Need) -> str:
 def find_cpu_problem(plan: PlanInputs, memory: float) -> str | None:
     """Return why a run on CPUs cannot fit, like `find_problem`."""
     parts = cpu_bytes(plan)
-    always = sum(parts.values())
+    constant_bytes = sum(parts.values())
     # A save surely needs three of these five numbers a parameter.
-    saved = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
-    responses = plan.config.responses * RESPONSE
-    if responses + always + saved > memory >= always + saved:
+    save_bytes = sum(cpu_bytes_by_phase(plan).get("checkpoint", {}).values()) * 3 / 5
+    response_bytes = plan.config.responses * RESPONSE
+    if response_bytes + constant_bytes + save_bytes > memory >= constant_bytes + save_bytes:
         return (
-            f"{plan.config.responses:,} responses a step need at least {responses / GIB:,.1f} GiB of this "
-            f"machine's {memory / GIB:.1f} (lower "
+            f"{plan.config.responses:,} responses a step need at least {response_bytes / GIB:,.1f} GiB "
+            f"of this machine's {memory / GIB:.1f} (lower "
             f"{'rollout.prompts' if plan.config.has_engine else 'supervised.batch'})"
         )
-    if always + saved <= memory:
+    if constant_bytes + save_bytes <= memory:
         return None
-    listed = ", ".join(
+    parts_text = ", ".join(
         f"{name} {size / GIB:.1f}"
-        for name, size in [*parts.items(), *([("a checkpoint", saved)] if saved else [])]
+        for name, size in [*parts.items(), *([("a checkpoint", save_bytes)] if save_bytes else [])]
     )
     remedy = "use a smaller model, or a machine with more memory"
     if plan.engine_tp == 1 and plan.layout.world > 1 and parts["engines' weights"]:
         remedy = f"start fewer ranks, each of which has a whole engine, {remedy}"
-    if always <= memory:
+    if constant_bytes <= memory:
         remedy = f"set checkpoint.every=0, or {remedy}"
     return (
-        f"{plan.layout.world} ranks on this machine's CPU need {(always + saved) / GIB:.1f} GiB of its "
-        f"{memory / GIB:.1f} ({listed}); {remedy}"
+        f"{plan.layout.world} ranks on this machine's CPU need {(constant_bytes + save_bytes) / GIB:.1f} GiB "
+        f"of its {memory / GIB:.1f} ({parts_text}); {remedy}"
     )
 
 
@@ -131,9 +133,9 @@ def find_cpu_warning(plan: PlanInputs, memory: float, free: float | None = None)
     phase, parts = max(cpu_bytes_by_phase(plan).items(), key=lambda pair: sum(pair[1].values()))
     total = sum(cpu_bytes(plan).values()) + sum(parts.values())
     if free is not None and free < total <= NEAR * memory:
-        there = f"{free / GIB:.1f} of this machine's {memory / GIB:.1f} are free now"
+        free_text = f"{free / GIB:.1f} of this machine's {memory / GIB:.1f} are free now"
         return (
-            f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {there}: "
+            f"the run may need up to {total / GIB:.1f} GiB in phase {phase}, and {free_text}: "
             "the kernel ends what takes too much (end other programs first)"
         )
     if total <= NEAR * memory:

@@ -27,11 +27,11 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
     saves, verifies = config.checkpoint.every and not plan.replay, config.has_engine and not plan.replay
     sampled = sampled_bytes(plan) * rollout_ranks_here / rollout_ranks if rollout_ranks else 0.0
     verifiers = config.reward.workers * (rollout_ranks_here if rollout_ranks else trainers)
-    saved = trainers / world
+    saved_share = trainers / world
     return {
         "pinned buffers": offloaded_bytes(plan) * trainers,
         "rollouts": step_batch_bytes(plan) * trainers + sampled,
-        "checkpoint staging": checkpoint_bytes(plan) * saved if saves else 0.0,
+        "checkpoint staging": checkpoint_bytes(plan) * saved_share if saves else 0.0,
         "gathered optimizer": gathered_optimizer_bytes(plan) * trainers if config.checkpoint.every else 0.0,
         "processes": HOST_PROCESS * (trainers + rollout_ranks_here),
         "verifiers": verifiers * VERIFIER if verifies else 0.0,
@@ -42,11 +42,14 @@ def offloaded_bytes(plan: PlanInputs) -> float:
     """Return a rank's most offloaded bytes at once.
 
     Gradients return as zeros, engine weights from the actor."""
-    copied = {
+    copied_groups = {
         name for name in plan.groups if not name.startswith("engine.") and not name.endswith(".gradients")
     }
     return max(
-        sum(group_bytes(plan, name, stage, every=True) for name in sorted(copied - resident - plan.keep))
+        sum(
+            group_bytes(plan, name, stage, every=True)
+            for name in sorted(copied_groups - resident - plan.keep)
+        )
         for resident in plan.residents
         for stage in plan.stages
     )
@@ -61,8 +64,8 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
     for model in plan.trained:
         for stage in plan.stages:
             muon = count_muon_elements(plan, model, stage)
-            trained = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
-            params = max(params, trained)
+            adam_params = count_trained(plan, model, layout, stage).all - (muon.shared + muon.experts)
+            params = max(params, adam_params)
     return params * FP32 * (3 + 2 + 3 / (layout.dp * layout.cp))
 
 
@@ -86,27 +89,27 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     config, tokens = plan.config, plan.step_tokens(plan.longest)
     # Count columns of responses by token, to cover micro-batches' 16-byte indices.
     columns = frozenset[str]().union(*(phase.writes for phase in select_phases(config))) - {"tokens"}
-    each = 8 + 1 + FP32 * len(columns)
+    bytes_per_token = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
-        return tokens * each
+        return tokens * bytes_per_token
     # Top-k tokens and log-probs, twice more while packed; experts, once more.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
-    each += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
-    shared = tokens / plan.layout.dp * each + sampled_bytes(plan) / plan.layout.world
-    return shared + config.responses * KNOWN
+    bytes_per_token += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
+    rank_bytes = tokens / plan.layout.dp * bytes_per_token + sampled_bytes(plan) / plan.layout.world
+    return rank_bytes + config.responses * KNOWN
 
 
 def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
     rollout_ranks, ranks = plan.config.parallel.rollout_ranks, plan.layout.stage
-    found = dict.fromkeys(("weights", "gradients", "optimizer", "engines' weights"), 0.0)
+    parts = dict.fromkeys(("weights", "gradients", "optimizer", "engines' weights"), 0.0)
     for name in sorted(plan.groups - {"engine.kv_cache"}):
         model, _, part = name.partition(".")
         if model == "engine":
-            found["engines' weights"] = group_bytes(plan, name, 0) * (rollout_ranks or plan.layout.world)
+            parts["engines' weights"] = group_bytes(plan, name, 0) * (rollout_ranks or plan.layout.world)
         else:
             stages = range(plan.layout.pp)
-            found[part] += ranks * sum(group_bytes(plan, name, stage, every=True) for stage in stages)
-    return found | {"processes": LAUNCHER + FORKED * (plan.layout.world + rollout_ranks)}
+            parts[part] += ranks * sum(group_bytes(plan, name, stage, every=True) for stage in stages)
+    return parts | {"processes": LAUNCHER + FORKED * (plan.layout.world + rollout_ranks)}
 
 
 def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
@@ -115,10 +118,12 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
     Processes keep freed activations: glibc returns few blocks below 32 MiB. A checkpoint is a phase."""
     config, world = plan.config, plan.layout.world
     tokens = cpu_micro_batch_tokens(plan)
-    ranks = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
-    activations = max(sum(phase_buffers(plan, *rank, tokens).values()) for rank in ranks) * world
+    phase_stages = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
+    activations = (
+        max(sum(phase_buffers(plan, *phase_stage, tokens).values()) for phase_stage in phase_stages) * world
+    )
     batch = step_batch_bytes(plan) * world + (sampled_bytes(plan) if config.parallel.rollout_ranks else 0.0)
-    found: dict[str, dict[str, float]] = {}
+    parts_by_phase: dict[str, dict[str, float]] = {}
     for phase in plan.phases:
         parts = {"activations": activations, "batch": batch}
         if phase.updates_weights and plan.overlaps:
@@ -128,20 +133,20 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
             parts["summed gradients"] = sums * world
         if phase.name == ROLLOUT and not config.rollout.capabilities.continuous_batching:
             parts["KV cache"] = _cpu_kv_cache_bytes(plan)
-        found[phase.name] = parts
+        parts_by_phase[phase.name] = parts
     if config.checkpoint.every:
         # The run continues during the write.
-        for parts in found.values() if config.checkpoint.background and not plan.replay else ():
+        for parts in parts_by_phase.values() if config.checkpoint.background and not plan.replay else ():
             parts["copy of a checkpoint"] = checkpoint_bytes(plan)
-        found["checkpoint"] = {"gathered optimizer": gathered_optimizer_bytes(plan) * world}
-    return found
+        parts_by_phase["checkpoint"] = {"gathered optimizer": gathered_optimizer_bytes(plan) * world}
+    return parts_by_phase
 
 
 def _cpu_kv_cache_bytes(plan: PlanInputs) -> float:
     engines = plan.config.parallel.rollout_ranks or plan.layout.world
-    decoded = min(plan.config.rollout.max_batch, -(-plan.config.responses // engines))
-    each = plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1)
-    return decoded * each * engines
+    batch_size = min(plan.config.rollout.max_batch, -(-plan.config.responses // engines))
+    bytes_per_response = plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1)
+    return batch_size * bytes_per_response * engines
 
 
 def cpu_micro_batch_tokens(plan: PlanInputs) -> int:

@@ -42,12 +42,12 @@ class PlanInputs:
     def residents(self) -> list[frozenset[str]]:
         """Return each phase's tensor groups on a trainer's GPU, if any."""
         disaggregated = self.config.parallel.rollout_ranks
-        wanted = [phase.on_gpu for phase in self.phases]
-        own = [
+        groups_by_phase = [phase.on_gpu for phase in self.phases]
+        trainer_groups = [
             frozenset(name for name in names if not (disaggregated and name.startswith("engine.")))
-            for names in wanted
+            for names in groups_by_phase
         ]
-        return [names for names in own if names]
+        return [names for names in trainer_groups if names]
 
     @cached_property
     def groups(self) -> frozenset[str]:
@@ -68,11 +68,11 @@ class PlanInputs:
 
         The first has the embedding and most micro-batches in flight, the last a head. Only those between may
         have all layers in FP8. With frozen layers, any stage may."""
-        last = self.layout.pp - 1
+        last_stage = self.layout.pp - 1
         if self.config.actor.frozen_layers or self.config.critic.frozen_layers:
-            return tuple(range(last + 1))
-        between = (1,) if last > 1 and self.config.model.fp8.format != "none" else ()
-        return (0, *between, last) if last else (0,)
+            return tuple(range(last_stage + 1))
+        middle_stages = (1,) if last_stage > 1 and self.config.model.fp8.format != "none" else ()
+        return (0, *middle_stages, last_stage) if last_stage else (0,)
 
     @property
     def recomputed_share(self) -> float:
@@ -147,9 +147,9 @@ class PlanInputs:
     @property
     def overlaps(self) -> bool:
         """Return whether communication overlaps. Only then are there buckets."""
-        parallel, usual = self.config.parallel, self.layout.dp * self.layout.cp > OVERLAP_ABOVE
-        wanted = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
-        return any(usual if value is None else value for value in wanted)
+        parallel, default = self.config.parallel, self.layout.dp * self.layout.cp > OVERLAP_ABOVE
+        settings = (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+        return any(default if value is None else value for value in settings)
 
     @property
     def engine_tp(self) -> int:
@@ -192,7 +192,7 @@ def make_plan_inputs(
     )
     _check_models(config, actor, critic, reward, *teachers)
     actor_shape, critic_shape, reward_shape, *teacher_shapes = (
-        Shape(described, config.model.dtype) for described in (actor, critic, reward, *teachers)
+        Shape(hf_config, config.model.dtype) for hf_config in (actor, critic, reward, *teachers)
     )
     device = find_device(config.cluster, memory)
     inputs = PlanInputs(
@@ -209,10 +209,10 @@ def _check_models(
     config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any], *others: Mapping[str, Any]
 ) -> None:
     parallel = config.parallel
-    for described in (actor, critic, *others):
-        check_layout(described, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
-        check_recomputed(described, config.model)
-        check_linear(described, config)
+    for hf_config in (actor, critic, *others):
+        check_layout(hf_config, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
+        check_recomputed(hf_config, config.model)
+        check_linear(hf_config, config)
     check_frozen(actor, config.actor, "actor")
     check_frozen(critic, config.critic, "critic")
     check_lora(actor, config.actor.lora, "actor")

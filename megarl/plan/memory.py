@@ -55,11 +55,13 @@ def gpu_needs(
 
 
 def needs_outside_steps(plan: PlanInputs) -> Iterator[Need]:
-    ranks = [(model, stage) for model in plan.trained for stage in plan.stages]
-    yield _largest(construction_need(plan, *rank) for rank in ranks)
+    model_stages = [(model, stage) for model in plan.trained for stage in plan.stages]
+    yield _largest(construction_need(plan, *model_stage) for model_stage in model_stages)
     if plan.config.checkpoint.every:
         loads = (True,) if plan.replay else (False, True)
-        yield _largest(checkpoint_need(plan, *rank, load=load) for rank in ranks for load in loads)
+        yield _largest(
+            checkpoint_need(plan, *model_stage, load=load) for model_stage in model_stages for load in loads
+        )
 
 
 def _largest(needs: Iterator[Need]) -> Need:
@@ -69,8 +71,8 @@ def _largest(needs: Iterator[Need]) -> Need:
 def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None = None) -> Need:
     groups = phase.on_gpu | plan.keep
     if plan.config.parallel.rollout_ranks:
-        of_engine = frozenset(name for name in groups if name.startswith("engine."))
-        groups = of_engine if phase.name == ROLLOUT else groups - of_engine
+        engine_groups = frozenset(name for name in groups if name.startswith("engine."))
+        groups = engine_groups if phase.name == ROLLOUT else groups - engine_groups
     buffers = phase_buffers(plan, phase, stage, plan.pack if tokens is None else tokens)
     # An update's FP8 copies last until the weight transfer. Only updates have a `head`.
     forward_only = not (phase.name == WEIGHT_TRANSFER or "head" in buffers)
@@ -110,10 +112,12 @@ class _StagePass(NamedTuple):
 
 def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) -> _StagePass:
     layout, sizes = plan.layout, plan.shape(model).sizes
-    found, layers = model_activations(plan, model), sizes.layers // layout.pp
-    own = layout.layers(sizes.layers, stage)[:layers] if found.dense else ()
-    dense = sum(layer < sizes.dense for layer in own)
-    return _StagePass(model, found, tokens / layout.cp, layers, dense, stage, stage == layout.pp - 1)
+    activations, layers = model_activations(plan, model), sizes.layers // layout.pp
+    stage_layers = layout.layers(sizes.layers, stage)[:layers] if activations.dense else ()
+    dense_layers = sum(layer < sizes.dense for layer in stage_layers)
+    return _StagePass(
+        model, activations, tokens / layout.cp, layers, dense_layers, stage, stage == layout.pp - 1
+    )
 
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
@@ -164,13 +168,13 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
     )
     head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
     parts = {"activations": without_head * FRAGMENTATION, "head": head}
-    during, after = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
+    bytes_in_backward, bytes_after_backward = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
     # After the backward pass, activations' memory is reused.
-    if summed := max(during, after - sum(parts.values())):
-        parts["summed gradients"] = summed
+    if extra_sums := max(bytes_in_backward, bytes_after_backward - sum(parts.values())):
+        parts["summed gradients"] = extra_sums
     scratch = muon_scratch_bytes(plan, stage_pass.model)
-    if beyond := max(0.0, scratch + after - sum(parts.values())):
-        parts["Muon's matrices"] = beyond
+    if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
+        parts["Muon's matrices"] = extra_scratch
     return parts
 
 
@@ -182,17 +186,17 @@ def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:
     """Return the need of a trained model's construction, before any engine starts.
 
     DistributedDataParallel copies weights into buffers, then the optimizer makes float32 weights."""
-    earlier = {name for name in plan.keep if model == "critic" and name.startswith("actor.")}
-    parts = {name: group_bytes(plan, name, stage) for name in sorted(earlier)}
+    actor_groups = {name for name in plan.keep if model == "critic" and name.startswith("actor.")}
+    parts = {name: group_bytes(plan, name, stage) for name in sorted(actor_groups)}
     for part in ("weights", "gradients"):
         parts[f"{model}.{part}"] = group_bytes(plan, f"{model}.{part}", stage)
     trained, itemsize = count_trained(plan, model, plan.layout, stage), plan.shape(model).itemsize
-    copied = float((trained.shared + trained.experts) * itemsize)
+    copied_bytes = float((trained.shared + trained.experts) * itemsize)
     # Of Adam's three float32 numbers and Muon's two, only the weight exists yet.
     muon = count_muon_elements(plan, model, stage).largest_share
     float32_weights = (group_bytes(plan, f"{model}.optimizer", stage) - 2 * FP32 * muon) / 3 + FP32 * muon
     float32_weights *= itemsize < FP32
-    parts["copied weights"] = max(copied, float32_weights)
+    parts["copied weights"] = max(copied_bytes, float32_weights)
     return Need("construction", {**parts, "contexts": OVERHEAD}, stage)
 
 
@@ -205,10 +209,10 @@ def checkpoint_need(plan: PlanInputs, model: str, stage: int, *, load: bool = Fa
     if plan.config.parallel.rollout_ranks:
         groups = frozenset(name for name in groups if not name.startswith("engine."))
     shape, layout = plan.shape(model), plan.layout
-    gathered = count_bucket_params(plan, model, stage) * FP32 * (2 + 1 / (layout.dp * layout.cp))
-    joined = float(shape.count_gate_up(layout, stage) * shape.itemsize)
-    joined *= plan.lora(model).rank is None
-    buffers = {"joined weights": joined} if load else {"gathered bucket": gathered}
+    gathered_bytes = count_bucket_params(plan, model, stage) * FP32 * (2 + 1 / (layout.dp * layout.cp))
+    joined_bytes = float(shape.count_gate_up(layout, stage) * shape.itemsize)
+    joined_bytes *= plan.lora(model).rank is None
+    buffers = {"joined weights": joined_bytes} if load else {"gathered bucket": gathered_bytes}
     resident = resident_bytes(plan, groups, stage)
     if (load or model == "critic") and f"{model}.weights" not in plan.keep:
         resident.pop(f"{model}.fp8_copies", None)  # no pass since the onload

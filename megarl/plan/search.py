@@ -57,34 +57,38 @@ def replace_keys(plan: PlanInputs, **keys: Any) -> PlanInputs:
     for dotted, value in keys.items():
         section, _, key = dotted.partition("__")
         sections.setdefault(section, {})[key] = value
-    changed = {name: getattr(config, name).model_copy(update=own) for name, own in sections.items()}
-    return replace(plan, config=config.model_copy(update=changed))
+    changed_sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return replace(plan, config=config.model_copy(update=changed_sections))
 
 
 def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
     """Try all layouts. Those that fit come first, by speed, then others by parallelism."""
     config, world = plan.config, plan.layout.world
     node = min(config.cluster.gpus_per_node, world)
-    engines = _list_powers(node)
+    engine_sizes = _list_powers(node)
     if not config.rollout.capabilities.sharded or not config.has_engine:
-        engines = [config.rollout.engine_tp]
-    candidates = [replace_keys(plan, rollout__engine_tp=tp) for tp in engines]
+        engine_sizes = [config.rollout.engine_tp]
+    plans = [replace_keys(plan, rollout__engine_tp=tp) for tp in engine_sizes]
     if config.has_engine:  # quickest first, at any layout
-        candidates = sorted(
-            (p for p in candidates if _is_valid_engine(p)),
+        plans = sorted(
+            (p for p in plans if _is_valid_engine(p)),
             key=lambda p: rollout_seconds(p, lengths),
         )
-    engines = [p.config.rollout.engine_tp for p in candidates] or engines
-    found = [_choose_for_layout(made, engines, lengths) for made in _list_layouts(plan, node)]
+    engine_sizes = [p.config.rollout.engine_tp for p in plans] or engine_sizes
+    candidates = [
+        _choose_for_layout(layout_plan, engine_sizes, lengths) for layout_plan in _list_layouts(plan, node)
+    ]
 
     def order(one: Candidate) -> tuple[bool, float, int, int]:
         layout, seconds = one.plan.layout, one.estimate.total if one.estimate else 0.0
         return one.estimate is None, seconds, layout.world // layout.dp, layout.tp
 
-    found.sort(key=order)
+    candidates.sort(key=order)
     # Kept groups save copies. This search is slow, so only for the best.
-    best = [_keep_groups(one, lengths) for one in found[:LOOKED_AT]]
-    return sorted(best, key=order) + found[LOOKED_AT:]
+    best = [_keep_groups(one, lengths) for one in candidates[:LOOKED_AT]]
+    return sorted(best, key=order) + candidates[LOOKED_AT:]
 
 
 def _list_powers(most: int) -> list[int]:
@@ -142,17 +146,19 @@ def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -
         if quickest is None or quickest.estimate is None or made.total < quickest.estimate.total:
             quickest = Candidate(choice, made, None)
     if quickest is None:
-        frugal: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
-        frugal |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
-        least = replace_keys(plan, **frugal, update__tokens_per_micro_batch=plan.longest)
+        frugal_keys: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
+        frugal_keys |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
+        frugal_plan = replace_keys(plan, **frugal_keys, update__tokens_per_micro_batch=plan.longest)
         return Candidate(
-            least, None, find_problem(least) or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
+            frugal_plan,
+            None,
+            find_problem(frugal_plan) or f"fits, but leaves less than {ROOM:.0%} of each GPU free",
         )
-    tried = [replace_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
-    fitting = next((made for made in tried if find_problem(made) is None), None)
-    if fitting is None:
-        return Candidate(tried[0], None, find_problem(tried[0]))
-    return Candidate(fitting, estimate(fitting, lengths), None)
+    engine_plans = [replace_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
+    fitting_plan = next((made for made in engine_plans if find_problem(made) is None), None)
+    if fitting_plan is None:
+        return Candidate(engine_plans[0], None, find_problem(engine_plans[0]))
+    return Candidate(fitting_plan, estimate(fitting_plan, lengths), None)
 
 
 def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
@@ -165,8 +171,8 @@ def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
         return all(need.total <= plan.device.memory * (1 - ROOM) for need in gpu_needs(made, phases=phases))
 
     longest = -(-plan.longest // 1024) * 1024
-    frugal = {"model__recompute": "full", "model__recompute_layers": None}
-    if not fits(replace_keys(plan, **frugal, update__tokens_per_micro_batch=longest)):
+    frugal_keys = {"model__recompute": "full", "model__recompute_layers": None}
+    if not fits(replace_keys(plan, **frugal_keys, update__tokens_per_micro_batch=longest)):
         return
     for budget in (longest, 2 * longest):
         given: dict[str, Any] = {"update__tokens_per_micro_batch": budget, "model__recompute_layers": None}
@@ -176,19 +182,21 @@ def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
             yield made  # recomputation takes longer
         else:
             for modules in [("attention",), *([] if plan.actor.sizes.experts else [("mlp",)])]:
-                again = {"model__recompute": "selective", "model__recompute_modules": modules}
-                if fits(made := replace_keys(plan, **{**given, **again})):
+                selective_keys = {"model__recompute": "selective", "model__recompute_modules": modules}
+                if fits(made := replace_keys(plan, **{**given, **selective_keys})):
                     yield made
             given["model__recompute"] = "full"
 
-            def of(count: int, given: dict[str, Any] = given) -> PlanInputs:
+            def make_plan(count: int, given: dict[str, Any] = given) -> PlanInputs:
                 return replace_keys(
                     plan, **{**given, "model__recompute_layers": None if count == layers else count}
                 )
 
-            fewest = 1 + bisect_left(range(1, layers + 1), True, key=lambda count: fits(of(count)))
-            if fewest <= layers:
-                yield of(fewest)
+            fewest_layers = 1 + bisect_left(
+                range(1, layers + 1), True, key=lambda count: fits(make_plan(count))
+            )
+            if fewest_layers <= layers:
+                yield make_plan(fewest_layers)
 
 
 def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
@@ -196,32 +204,32 @@ def _keep_groups(found: Candidate, lengths: Lengths) -> Candidate:
         return found
     for group in (name for name in KEPT if name in found.plan.groups):
         keep = (*found.plan.config.residency.keep, group)
-        made = replace_keys(found.plan, residency__keep=keep)
-        if find_problem(made, ROOM * made.device.memory) is None:
-            seconds = estimate(made, lengths)
-            if found.estimate is None or seconds.total < found.estimate.total:
-                found = Candidate(made, seconds, None)
+        plan = replace_keys(found.plan, residency__keep=keep)
+        if find_problem(plan, ROOM * plan.device.memory) is None:
+            step_estimate = estimate(plan, lengths)
+            if found.estimate is None or step_estimate.total < found.estimate.total:
+                found = Candidate(plan, step_estimate, None)
     return found
 
 
 def list_overrides(best: PlanInputs, now: PlanInputs) -> dict[str, Any]:
     """Return the chosen keys that differ from defaults or `now`."""
-    chosen = {}
+    overrides = {}
     for dotted in CHOSEN:
         section, key = dotted.split(".")
-        value, before = (getattr(getattr(p.config, section), key) for p in (best, now))
+        value, current_value = (getattr(getattr(p.config, section), key) for p in (best, now))
         default = type(getattr(best.config, section)).model_fields[key].default
-        if value != default or value != before:
-            chosen[dotted] = list(value) if isinstance(value, tuple) else value
-    return chosen
+        if value != default or value != current_value:
+            overrides[dotted] = list(value) if isinstance(value, tuple) else value
+    return overrides
 
 
 def drop_unproven(found: list[Candidate], config: ParallelConfig) -> list[Candidate]:
     """Drop context parallelism and virtual stages, unproven here, unless configured."""
     return [
-        one
-        for one in found
-        if one.plan.layout.cp in (1, config.cp) and one.plan.layout.vpp in (1, config.vpp)
+        candidate
+        for candidate in found
+        if candidate.plan.layout.cp in (1, config.cp) and candidate.plan.layout.vpp in (1, config.vpp)
     ]
 
 
@@ -230,10 +238,14 @@ def pick_best(found: list[Candidate]) -> Candidate:
     if found and found[0].estimate is not None:
         return found[0]
     device, world = found[0].plan.device, found[0].plan.layout.world
-    divisible = [one for one in found if one.problem and not one.problem.startswith("parallel.")]
-    if not divisible:
+    divisible_candidates = [
+        candidate
+        for candidate in found
+        if candidate.problem and not candidate.problem.startswith("parallel.")
+    ]
+    if not divisible_candidates:
         raise ConfigError(f"parallel: no layout of {world} {device.name} fits: {found[0].problem}")
-    nearest = max(divisible, key=lambda one: one.free)
+    nearest = max(divisible_candidates, key=lambda candidate: candidate.free)
     problem = nearest.problem
     if nearest.free < 0:
         change = "use more GPUs, some with more memory (cluster.gpu), or lower rollout.max_response_tokens"
@@ -243,5 +255,5 @@ def pick_best(found: list[Candidate]) -> Candidate:
 
 
 def describe_layout(layout: Layout) -> str:
-    shown = ("tp", "pp", *(name for name in ("vpp", "cp", "ep") if getattr(layout, name) > 1), "dp")
-    return ", ".join(f"{name} {getattr(layout, name)}" for name in shown)
+    keys = ("tp", "pp", *(name for name in ("vpp", "cp", "ep") if getattr(layout, name) > 1), "dp")
+    return ", ".join(f"{name} {getattr(layout, name)}" for name in keys)

@@ -123,11 +123,11 @@ class Engine:
 
     def advance(self, now: float) -> None:
         if self.running:
-            begin, until = self.busy.pop()
+            begin, end = self.busy.pop()
             steps = max(0.0, now - self.now) / self.step_seconds
             self.step += steps
             self.cached_tokens += steps * len(self.running)
-            self.busy.append((begin, max(until, now)))
+            self.busy.append((begin, max(end, now)))
         self.now = max(self.now, now)
 
     def pop_finished(self) -> Iterator[SimulatedGroup]:
@@ -177,10 +177,18 @@ class _RolloutSimulation:
             engine.advance(self.now)
             unfinished = engine.running
             engine.generated += sum(length - (end - engine.step) for end, _, length, _ in unfinished)
-        used = [group for group in self.submitted[: self.read] if group.kept][: self.needed]
-        prompt = self.work.prompt_tokens
-        tokens = sum(length + prompt + group.prefix_tokens for group in used for length in group.lengths)
-        fresh = sum(length + prompt * (not group.prefix_tokens) for group in used for length in group.lengths)
+        trained_groups = [group for group in self.submitted[: self.read] if group.kept][: self.needed]
+        prompt_tokens = self.work.prompt_tokens
+        tokens = sum(
+            length + prompt_tokens + group.prefix_tokens
+            for group in trained_groups
+            for length in group.lengths
+        )
+        fresh = sum(
+            length + prompt_tokens * (not group.prefix_tokens)
+            for group in trained_groups
+            for length in group.lengths
+        )
         generated = sum(engine.generated for engine in self.engines)
         return SimulatedRollout(self.now, [engine.busy for engine in self.engines], tokens, fresh, generated)
 
@@ -210,23 +218,25 @@ class _RolloutSimulation:
         engine, balance = self.engines[number], self.work.balance
         engine.start_waiting()
         while balance != "equal" and len(engine.running) < self.costs.at_once:
-            loaded = max(self.engines, key=lambda other: len(other.waiting))
-            if not loaded.waiting:
+            busiest_engine = max(self.engines, key=lambda candidate: len(candidate.waiting))
+            if not busiest_engine.waiting:
                 break
-            engine.waiting.append(loaded.waiting.popleft() if balance == "longest" else loaded.waiting.pop())
+            engine.waiting.append(
+                busiest_engine.waiting.popleft() if balance == "longest" else busiest_engine.waiting.pop()
+            )
             engine.start_waiting()
         if engine.running:
             heapq.heappush(self.events, (engine.next_finish(), number, engine.version))
 
     def _finish_responses(self, number: int) -> None:
-        engine, before = self.engines[number], self.complete
+        engine, previous_complete = self.engines[number], self.complete
         engine.advance(self.now)
         for group in engine.pop_finished():
             group.running -= 1
             self.complete += not group.running
             self.kept += group.kept and not group.running
         self._continue(number)
-        if self.complete == before:
+        if self.complete == previous_complete:
             return
         while self.read < len(self.submitted) and self.accepted < self.needed:
             group = self.submitted[self.read]
@@ -234,8 +244,8 @@ class _RolloutSimulation:
                 break
             self.accepted += group.kept
             self.read += 1
-        if self.work.streams and self.work.kept_share < 1 and (more := self._count_missing()):
-            self._submit(more)
+        if self.work.streams and self.work.kept_share < 1 and (missing_groups := self._count_missing()):
+            self._submit(missing_groups)
 
     def _count_missing(self) -> int:
         """Count the groups to submit now, like rollout/collector.py."""
@@ -246,10 +256,10 @@ class _RolloutSimulation:
             missing = self.needed - self.kept
         if missing <= 0:
             return 0
-        estimated = math.ceil(missing * (self.complete + 2) / (self.kept + 1))
+        estimated_groups = math.ceil(missing * (self.complete + 2) / (self.kept + 1))
         if not work.streams:
-            return min(self.needed, max(missing, estimated))
-        return max(0, min(estimated, self.needed) - (len(self.submitted) - self.complete))
+            return min(self.needed, max(missing, estimated_groups))
+        return max(0, min(estimated_groups, self.needed) - (len(self.submitted) - self.complete))
 
 
 def simulate_rollout(work: RolloutWork, costs: Costs, engines: int, rng: random.Random) -> SimulatedRollout:
@@ -305,15 +315,15 @@ class Timeline:
         begin, end = self.ends[WARM_UP - 1], self.ends[-1]
         shares: dict[str, float] = {}
         for span in self.rows[name]:
-            inside = min(span.end, end) - max(span.begin, begin)
-            if span.phase.startswith("wait") and inside > 0:
-                shares[span.phase] = shares.get(span.phase, 0.0) + inside / (end - begin)
+            overlap = min(span.end, end) - max(span.begin, begin)
+            if span.phase.startswith("wait") and overlap > 0:
+                shares[span.phase] = shares.get(span.phase, 0.0) + overlap / (end - begin)
         return shares
 
     @property
     def idle(self) -> float:
-        waited = sum(self.ranks[name] * sum(self.wait_shares(name).values()) for name in self.rows)
-        return waited / sum(self.ranks.values())
+        idle_ranks = sum(self.ranks[name] * sum(self.wait_shares(name).values()) for name in self.rows)
+        return idle_ranks / sum(self.ranks.values())
 
 
 class Split(NamedTuple):
@@ -348,7 +358,7 @@ class _StepSimulation:
         disaggregated = self.split.trainers > 0
         for _ in range(1 + self.split.ahead if disaggregated else 0):
             self._generate()
-        late = 0  # version whose transfer is postponed
+        postponed_version = 0  # of weights to transfer later; 0: none
         for step in range(1, BATCHES + 1):
             if disaggregated:
                 begin = max(self.trainer_now, self.rollout_ends[step - 1])
@@ -359,9 +369,9 @@ class _StepSimulation:
                 self.trainer_now = self.engine_now
             batch = self.rollouts[step - 1]
             for phase, seconds in self.costs.train(batch.tokens).items():
-                if late and (phase == ACTOR_UPDATE or self.engine_now <= self.trainer_now):
-                    self._transfer(late)
-                    late = 0
+                if postponed_version and (phase == ACTOR_UPDATE or self.engine_now <= self.trainer_now):
+                    self._transfer(postponed_version)
+                    postponed_version = 0
                 for name in ("trainers",) if disaggregated else self.engine_names:
                     self._add(name, step, phase, self.trainer_now, self.trainer_now + seconds)
                 self.trainer_now += seconds
@@ -373,7 +383,7 @@ class _StepSimulation:
                 for name in self.engine_names:
                     self._add(name, step, "weight_transfer", self.trainer_now, self.engine_now)
             elif self.split.ahead == 2 and self.engine_now > self.trainer_now:
-                late = step
+                postponed_version = step
             else:
                 self._transfer(step)
         return self.timeline
@@ -384,18 +394,18 @@ class _StepSimulation:
 
     def _generate(self) -> None:
         """Generate a batch. Untrained ones beyond BATCHES repeat earlier ones."""
-        number = len(self.rollout_ends)
-        if number < BATCHES:
-            rng = random.Random(f"{self.seed} {number}")
+        batch_index = len(self.rollout_ends)
+        if batch_index < BATCHES:
+            rng = random.Random(f"{self.seed} {batch_index}")
             self.rollouts.append(simulate_rollout(self.work, self.costs, self.split.engines, rng))
-        batch, step, now = self.rollouts[number % BATCHES], number + 1, self.engine_now
+        batch, step, start = self.rollouts[batch_index % BATCHES], batch_index + 1, self.engine_now
         for name, busy in zip(self.engine_names, batch.busy, strict=True):
-            at = now
+            previous_end = start
             for begin, end in busy:
-                self._add(name, step, "wait for other engines", at, now + begin)
-                self._add(name, step, "rollout", now + begin, now + end)
-                at = now + end
-            self._add(name, step, "wait for other engines", at, now + batch.seconds)
+                self._add(name, step, "wait for other engines", previous_end, start + begin)
+                self._add(name, step, "rollout", start + begin, start + end)
+                previous_end = start + end
+            self._add(name, step, "wait for other engines", previous_end, start + batch.seconds)
         self.engine_now += batch.seconds
         self.rollout_ends.append(self.engine_now)
 
@@ -458,12 +468,16 @@ def make_rollout_work(
 
 def make_log_normal(lengths: Lengths) -> SampleLengths:
     """Make a log-normal sampler, cut at the limit, correlated within a group."""
-    scale, common, own = math.log(lengths.median), GROUP_CORRELATION**0.5, (1 - GROUP_CORRELATION) ** 0.5
+    log_median, group_weight, response_weight = (
+        math.log(lengths.median),
+        GROUP_CORRELATION**0.5,
+        (1 - GROUP_CORRELATION) ** 0.5,
+    )
 
     def sample(rng: random.Random, responses: int) -> list[float]:
-        shared = common * rng.gauss(0, 1)
-        normals = (shared + own * rng.gauss(0, 1) for _ in range(responses))
-        return [max(1.0, min(math.exp(scale + lengths.spread * z), lengths.longest)) for z in normals]
+        group_deviation = group_weight * rng.gauss(0, 1)
+        normals = (group_deviation + response_weight * rng.gauss(0, 1) for _ in range(responses))
+        return [max(1.0, min(math.exp(log_median + lengths.spread * z), lengths.longest)) for z in normals]
 
     return sample
 
@@ -490,7 +504,7 @@ def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world
         return None
 
     @cache
-    def seconds(index: int) -> float:
+    def compute_seconds(index: int) -> float:
         candidate, times = candidates[index]
         engines = candidate.engines(candidate.config.parallel.rollout_ranks)
         rollout = simulate_rollout(work, make_costs(candidate, lengths), engines, random.Random(0))
@@ -498,8 +512,8 @@ def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world
 
     index = min(range(len(candidates)), key=lambda i: candidates[i][1].total)
     while True:
-        near = [i for i in (index - 1, index + 1) if 0 <= i < len(candidates)]
-        quickest = min([index, *near], key=seconds)
+        neighbours = [i for i in (index - 1, index + 1) if 0 <= i < len(candidates)]
+        quickest = min([index, *neighbours], key=compute_seconds)
         if quickest == index:
             return candidates[index][0]
         index = quickest
@@ -565,17 +579,19 @@ def _read_rollouts(run_dir: Path) -> tuple[list[list[int]], list[int]]:
         try:
             with safe_open(path, "np") as file:
                 ends, mask = file.get_tensor("cu_seqlens"), file.get_tensor("response_mask")
-                ids = file.get_tensor("column.group_ids")
-                windows = "column.unfinished" in file.keys()  # noqa: SIM118 (not a mapping)
-                unfinished = file.get_tensor("column.unfinished") if windows else ids < 0
+                group_ids = file.get_tensor("column.group_ids")
+                has_windows = "column.unfinished" in file.keys()  # noqa: SIM118 (not a mapping)
+                partial_mask = file.get_tensor("column.unfinished") if has_windows else group_ids < 0
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: is damaged ({error})") from None
-        for begin, end, group, is_partial in zip(ends[:-1], ends[1:], ids, unfinished, strict=True):
+        for begin, end, group_id, is_partial in zip(
+            ends[:-1], ends[1:], group_ids, partial_mask, strict=True
+        ):
             if is_partial:
                 continue
-            sampled = mask[begin:end].nonzero()[0]  # not the prompt's or a tool's
-            groups.setdefault((path.parent, int(group)), []).append(sampled.size)
-            prompts.append(int(sampled[0] if sampled.size else end - begin))
+            sampled_indices = mask[begin:end].nonzero()[0]  # not the prompt's or a tool's
+            groups.setdefault((path.parent, int(group_id)), []).append(sampled_indices.size)
+            prompts.append(int(sampled_indices[0] if sampled_indices.size else end - begin))
     return list(groups.values()), prompts
 
 
@@ -587,17 +603,19 @@ def _fit_to_metrics(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLen
         raise DataError(f"{run_dir}: no step of training with response lengths (choose another run)")
     mean = fmean(record["response/length_mean"] for record in records)
     longest = max(record["response/length_max"] for record in records)
-    size = run.setting("rollout", "group_size", default=1) or 1
-    responses = sum(record.get("rollout/prompts", 1) * size for record in records)
+    group_size = run.setting("rollout", "group_size", default=1) or 1
+    responses = sum(record.get("rollout/prompts", 1) * group_size for record in records)
     # The longest is the quantile 1 - 1 / responses; if some were cut, 1 - their share.
-    share = max(1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records))
+    tail_share = max(
+        1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records)
+    )
     limit = max(lengths.longest, longest)
     fit = partial(Lengths, mean, limit, lengths.prompt, window=lengths.window)
     # If at least half were cut, assume equal lengths.
-    share, low, high = min(share, 0.5), 1e-3, 3.0 if share < 0.5 else 1e-3
+    tail_share, low, high = min(tail_share, 0.5), 1e-3, 3.0 if tail_share < 0.5 else 1e-3
     for _ in range(40):
-        middle = (low + high) / 2
-        fitted = fit(spread=middle)
-        beyond = fitted.median * math.exp(middle * NormalDist().inv_cdf(1 - share)) > longest
-        low, high = (low, middle) if beyond else (middle, high)
+        spread = (low + high) / 2
+        fitted = fit(spread=spread)
+        is_too_wide = fitted.median * math.exp(spread * NormalDist().inv_cdf(1 - tail_share)) > longest
+        low, high = (low, spread) if is_too_wide else (spread, high)
     return fitted, make_log_normal(fitted), f"mean and longest of {len(records)} steps of {run_dir}"

@@ -67,8 +67,8 @@ class Shape:
 
         critic: with a float32 value head; optimizer: count only parameters that it trains"""
         lora = optimizer and optimizer.lora.rank and optimizer.lora
-        trained = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
-        key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, trained)
+        optimizer_key = optimizer and (optimizer.frozen, optimizer.frozen_layers, lora)
+        key = (layout.tp, layout.pp, layout.ep, pp_rank, critic, optimizer_key)
         if key not in self._param_counts:
             self._param_counts[key] = self._count(layout, pp_rank, critic, optimizer)
         return self._param_counts[key]
@@ -87,8 +87,8 @@ class Shape:
         if pair.operation == "vocabulary":
             ((vocab, hidden),) = shapes
             return padded_vocab(vocab, tp) // tp * hidden
-        whole = sum(map(prod, shapes))
-        return whole if pair.operation == "replicated" else whole // tp
+        elements = sum(map(prod, shapes))
+        return elements if pair.operation == "replicated" else elements // tp
 
     def largest_tensor(self, tp: int) -> int:
         pairs = (EMBEDDING, *self.pairs)
@@ -96,11 +96,11 @@ class Shape:
 
     def count_lora(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
         """Count a rank's elements of weights with adapters: of all, of the largest."""
-        held, sizes = list[tuple[int, int]](), self.sizes
+        copies_and_sizes, sizes = list[tuple[int, int]](), self.sizes
         for pair in (pair for pair in self.pairs if adapters(pair, lora)):
             copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
-            held.append((copies, self._count_local(pair, 1 if pair.per_expert else tp)))
-        return sum(map(prod, held)), max((size for _, size in held), default=0)
+            copies_and_sizes.append((copies, self._count_local(pair, 1 if pair.per_expert else tp)))
+        return sum(map(prod, copies_and_sizes)), max((size for _, size in copies_and_sizes), default=0)
 
     def count_fp8(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count a rank's FP8 parameters: layers' matrices except routers.
@@ -124,76 +124,86 @@ class Shape:
 
     def matrices(self, layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
         """Return the sizes of Muon's matrices: shared ones, experts."""
-        sizes, found, own = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
+        sizes, matrix_sizes, layers = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
         for pair in self.pairs:
             if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
-                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
-                found[pair.per_expert].extend(
+                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                matrix_sizes[pair.per_expert].extend(
                     [self._count_local(pair, 1 if pair.per_expert else layout.tp)] * copies
                 )
-        return found
+        return matrix_sizes
 
     def muon_flops(self, layout: Layout, pp_rank: int) -> float:
         """Count a Newton-Schulz iteration's FLOPs for a stage (arXiv 2502.16982).
 
         For m x n with m <= n: X X^T, its square, and their product with X."""
-        sizes, total, own = self.sizes, 0.0, self._layers(layout, pp_rank)
+        sizes, total, layers = self.sizes, 0.0, self._layers(layout, pp_rank)
         for pair in self.pairs:
             shapes = [sizes.shape(dims) for _, dims in pair.hf]
             if all(len(shape) == 2 for shape in shapes):
                 m, n = sorted((sum(shape[0] for shape in shapes), shapes[0][1]))
-                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 total += copies * (4 * m * m * n + 2 * m**3)
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
         """Count gate and up parameters, separate in checkpoints."""
         elements, sizes = 0, self.sizes
-        own = self._layers(layout, pp_rank)
+        layers = self._layers(layout, pp_rank)
         for pair in self.pairs:
             if pair.megatron.endswith("linear_fc1.weight"):
-                copies = sizes.count(pair, own) * (sizes.experts // layout.ep if pair.per_expert else 1)
+                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
                 elements += copies * self._count_local(pair, 1 if pair.per_expert else layout.tp)
         return elements
 
     def _count(
         self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None
     ) -> ParamCount:
-        sizes, local = self.sizes, self._count_local
-        own, top = self._layers(layout, pp_rank), sizes.layers - 1
-        first, last = pp_rank == 0, pp_rank == layout.pp - 1
+        sizes, count_local = self.sizes, self._count_local
+        layers, top_layer = self._layers(layout, pp_rank), sizes.layers - 1
+        is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
         if optimizer is not None and optimizer.lora.rank is not None:
             lora = optimizer.lora
-            halves = [half for pair in self.pairs for half in adapters(pair, lora)]
-            shared, each = (
-                sum(sizes.count(h, own) * local(h, tp, lora) for h in halves if h.per_expert is per_expert)
+            adapter_pairs = [adapter_pair for pair in self.pairs for adapter_pair in adapters(pair, lora)]
+            shared, elements_per_expert = (
+                sum(
+                    sizes.count(adapter, layers) * count_local(adapter, tp, lora)
+                    for adapter in adapter_pairs
+                    if adapter.per_expert is per_expert
+                )
                 for per_expert, tp in ((False, layout.tp), (True, 1))
             )
             return ParamCount(
-                shared, each * (sizes.experts // layout.ep), sizes.hidden if critic and last else 0
+                shared,
+                elements_per_expert * (sizes.experts // layout.ep),
+                sizes.hidden if critic and is_last else 0,
             )
 
-        def counts(pair: Pair, layer: int = 0) -> bool:
+        def is_counted(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
         # Frozen layers are the lowest: the top layer trains all that any layer trains.
-        pairs = [pair for pair in self.pairs if counts(pair, top)]
+        pairs = [pair for pair in self.pairs if is_counted(pair, top_layer)]
         if optimizer is not None:
-            own = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
-        float32 = sum(sizes.count(p, own) * local(p, 1) for p in pairs if p.float32 == "everywhere")
-        shared, each = (
-            sum(sizes.count(pair, own) * local(pair, tp) for pair in pairs if pair.per_expert is per_expert)
+            layers = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
+        float32 = sum(sizes.count(p, layers) * count_local(p, 1) for p in pairs if p.float32 == "everywhere")
+        shared, elements_per_expert = (
+            sum(
+                sizes.count(pair, layers) * count_local(pair, tp)
+                for pair in pairs
+                if pair.per_expert is per_expert
+            )
             for per_expert, tp in ((False, layout.tp), (True, 1))
         )
-        shared, experts = shared - float32, each * (sizes.experts // layout.ep)
+        shared, experts = shared - float32, elements_per_expert * (sizes.experts // layout.ep)
         tied = is_tied(self.config)
-        if first and counts(EMBEDDING):
-            shared += local(EMBEDDING, layout.tp)
-        if last:
-            shared += local(FINAL_NORM, layout.tp)
-        if last and not critic and not (first and tied) and counts(TIED_OUTPUT if tied else OUTPUT):
-            shared += local(OUTPUT, layout.tp)
-        return ParamCount(shared, experts, float32 + (sizes.hidden if critic and last else 0))
+        if is_first and is_counted(EMBEDDING):
+            shared += count_local(EMBEDDING, layout.tp)
+        if is_last:
+            shared += count_local(FINAL_NORM, layout.tp)
+        if is_last and not critic and not (is_first and tied) and is_counted(TIED_OUTPUT if tied else OUTPUT):
+            shared += count_local(OUTPUT, layout.tp)
+        return ParamCount(shared, experts, float32 + (sizes.hidden if critic and is_last else 0))
 
     @cached_property
     def parameters(self) -> int:
@@ -204,25 +214,25 @@ class Shape:
     def active(self) -> int:
         """Count matrix elements that a token uses, except the embedding."""
         sizes = self.sizes
-        chosen = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
-        dense = sizes.dense if chosen else sizes.layers
-        columns = sizes.experts + 3 * (sizes.expert_ffn * chosen + sizes.shared_ffn)
+        top_k = int(self.config.get("num_experts_per_tok", 0)) if sizes.experts else 0
+        dense = sizes.dense if top_k else sizes.layers
+        columns = sizes.experts + 3 * (sizes.expert_ffn * top_k + sizes.shared_ffn)
         mlps = dense * 3 * sizes.ffn + (sizes.layers - dense) * columns
         attention = sum(m * n for m, n in self.attention_matrices)
-        of_linear = sizes.hidden * (sizes.mixed + 2 * sizes.value + 2 * sizes.value_heads)
-        mixing = (sizes.layers - len(sizes.linear)) * attention + len(sizes.linear) * of_linear
-        return mixing + sizes.hidden * (mlps + sizes.vocab)
+        linear_attention = sizes.hidden * (sizes.mixed + 2 * sizes.value + 2 * sizes.value_heads)
+        attentions = (sizes.layers - len(sizes.linear)) * attention + len(sizes.linear) * linear_attention
+        return attentions + sizes.hidden * (mlps + sizes.vocab)
 
     @cached_property
     def attention_matrices(self) -> list[tuple[int, int]]:
         """Return (in, out) of softmax attention's matrices; q, k, v are one."""
-        found = []
+        matrices = []
         for pair in self.pairs:
             if pair.megatron.rpartition(".layers.{l}.")[2].startswith("self_attention.linear_"):
                 shapes = [self.sizes.shape(dims) for _, dims in pair.hf]
                 if len(shapes[0]) == 2:
-                    found.append((shapes[0][1], sum(rows for rows, _ in shapes)))
-        return found
+                    matrices.append((shapes[0][1], sum(rows for rows, _ in shapes)))
+        return matrices
 
     @cached_property
     def routed_share(self) -> float:
@@ -255,16 +265,16 @@ class Shape:
         """Return the bytes of an SGLang rank's tensors. weights: rollout.weights_dtype."""
         float32 = float32_tensors(self.config, sglang=True)
 
-        def width(name: str, shape: tuple[int, ...]) -> float:
+        def element_bytes(name: str, shape: tuple[int, ...]) -> float:
             if name in float32:
                 return FP32
-            matrix = len(shape) == 2 and ".layers." in name
-            if weights != "fp8_block" or not matrix or "router" in name or ".gate.weight" in name:
+            is_matrix = len(shape) == 2 and ".layers." in name
+            if weights != "fp8_block" or not is_matrix or "router" in name or ".gate.weight" in name:
                 return self.itemsize
             return 1 + 4 / 128**2  # a float32 per 128 x 128 block
 
         shards = sglang_shards(self.config, tp, 0)
-        return tuple(prod(shard.shape) * width(name, shard.shape) for name, shard in shards.items())
+        return tuple(prod(shard.shape) * element_bytes(name, shard.shape) for name, shard in shards.items())
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -307,22 +317,29 @@ class Activations:
         in_flight: micro-batches of `tokens` that await their backward pass
         outputs: see `count_kept_outputs`
         dense: layers without experts"""
-        full = self.recompute == "full"
-        # whole: highest layers, not recomputed; lowest: recomputed layers without experts
-        whole = layers - min(layers, self.recomputed or layers) if full else 0
-        first, others = self.dense or self, self
-        lowest = min(dense, layers - whole)
-        kept = first.layer * lowest + first.one_layer * (dense - lowest)
-        kept += others.layer * (layers - whole - lowest) + others.one_layer * (whole - dense + lowest)
-        kept = tokens * (kept * in_flight + self.hidden * outputs)
+        recomputes = self.recompute == "full"
+        # num_stored: highest layers, not recomputed; dense_recomputed: recomputed layers without experts
+        num_stored = layers - min(layers, self.recomputed or layers) if recomputes else 0
+        dense_kind, main_kind = self.dense or self, self
+        dense_recomputed = min(dense, layers - num_stored)
+        kept_bytes = dense_kind.layer * dense_recomputed + dense_kind.one_layer * (dense - dense_recomputed)
+        kept_bytes += main_kind.layer * (layers - num_stored - dense_recomputed) + main_kind.one_layer * (
+            num_stored - dense + dense_recomputed
+        )
+        kept_bytes = tokens * (kept_bytes * in_flight + self.hidden * outputs)
         # Backward frees the highest layers first: room to recompute a lower one.
-        again, kinds = full and not whole, [first] * (dense > 0) + [others] * (dense < layers)
-        inside = tokens * max((k.one_layer if again else k.selected) + k.work for k in kinds)
-        return kept + (max(inside, tokens * self.head + self.head_fixed) if last else inside)
+        is_top_recomputed, layer_kinds = (
+            recomputes and not num_stored,
+            [dense_kind] * (dense > 0) + [main_kind] * (dense < layers),
+        )
+        layer_peak = tokens * max(
+            (kind.one_layer if is_top_recomputed else kind.selected) + kind.work for kind in layer_kinds
+        )
+        return kept_bytes + (max(layer_peak, tokens * self.head + self.head_fixed) if last else layer_peak)
 
     def forward_only(self, tokens: float, last: bool, dense: int = 0) -> float:
-        inside = max(self.forward, self.dense.forward) if self.dense and dense else self.forward
-        return tokens * (max(inside, self.head) if last else inside)
+        layer_peak = max(self.forward, self.dense.forward) if self.dense and dense else self.forward
+        return tokens * (max(layer_peak, self.head) if last else layer_peak)
 
 
 def max_share(sizes: Sequence[int], ranks: int) -> int:
@@ -335,11 +352,11 @@ def max_share(sizes: Sequence[int], ranks: int) -> int:
 
 def count_in_flight(layout: Layout, stage: int) -> float:
     """Count the most micro-batches that a stage keeps: arXiv 2104.04473, section 2.2."""
-    later = layout.pp - stage - 1
+    later_stages = layout.pp - stage - 1
     if layout.vpp == 1:
-        return later + 1
+        return later_stages + 1
     # Megatron's warm-up (get_pp_rank_microbatches), and one forward.
-    return (2 * later + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+    return (2 * later_stages + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
 def count_kept_outputs(layout: Layout, in_flight: float, last: bool) -> float:
@@ -386,15 +403,15 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
     if experts:
         f = (top_k * sizes.expert_ffn + sizes.shared_ffn) / tp
     family, (norms, attention, mlp) = get_family(shape.config), _count_layer_parts(shape, passes, f)
-    linear = len(sizes.linear) / sizes.layers
+    linear_share = len(sizes.linear) / sizes.layers
     delta = _delta_net(shape, tp) if sizes.linear else 0.0
     mlp += b * copies  # sorted input of the experts
     if experts:  # the router's scores, and a byte each for its choice
         mlp += experts * (BYTES[passes.router] + 1) / tp
         if family.has("shared_experts.gate_weight"):  # its input
             mlp += b * h
-    mixed = attention + linear * (delta - attention)
-    one_layer = norms + mixed + mlp
+    mean_attention = attention + linear_share * (delta - attention)
+    one_layer = norms + mean_attention + mlp
     # Written but not kept: unrotated q and k, residual sums.
     moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
     if fp8:
@@ -402,38 +419,38 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         # bf16, and in FP8 as the projection's input.
         one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
     # Recomputed softmax attention keeps unpadded q, k, v; Transformer Engine's projection keeps the output.
-    attention_again = -FP32 * (sizes.heads / tp)
+    attention_change = -FP32 * (sizes.heads / tp)
     if portable:
-        attention_again += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
+        attention_change += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
     elif fp8:
-        attention_again -= b * q
-    gathered_keys = passes.cp > 1 and portable
-    if gathered_keys:
+        attention_change -= b * q
+    gathers_keys = passes.cp > 1 and portable
+    if gathers_keys:
         # Always recomputed. QK norms keep the q, k, v tensor.
         norms_keep_qkv = family.has("k_layernorm.weight")
-        one_layer += (1 - linear) * (attention_again - (b * (q + kv) if norms_keep_qkv else 0.0))
+        one_layer += (1 - linear_share) * (attention_change - (b * (q + kv) if norms_keep_qkv else 0.0))
         moved = one_layer - b * copies
     # A recomputed MLP keeps its input: portable layers the normalised one, Transformer Engine's fused layer
     # the one before the norm. In FP8 both products' inputs take one byte an element.
     selected = 0.0
     if "mlp" in modules:
         selected = mlp + (0.0 if portable else b * h + FP32) - (b - 1) * (h + f) * fp8
-    again = (1 - linear) * attention_again
-    selective = one_layer - selected + again * ("attention" in modules and not gathered_keys)
+    mean_attention_change = (1 - linear_share) * attention_change
+    selective = one_layer - selected + mean_attention_change * ("attention" in modules and not gathers_keys)
     layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
     work, forward = _count_scratch(shape, passes, f, copies, mlp, delta)
-    head, fixed = _head(shape, passes, critic)
+    head, head_fixed = _head(shape, passes, critic)
     if recompute != "selective":
         selected = 0.0
-    if recompute == "full" and linear:  # larger kind of layer
-        one_layer += max(attention, delta) - mixed
-    found = (
+    if recompute == "full" and linear_share:  # larger kind of layer
+        one_layer += max(attention, delta) - mean_attention
+    fields = (
         layer,
         one_layer,
         work,
         b * h,
         head,
-        fixed,
+        head_fixed,
         forward,
         moved,
         recompute,
@@ -441,8 +458,8 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         selected,
     )
     if not (sizes.dense and has_experts):
-        return Activations(*found)
-    return Activations(*found, count_activations(shape, passes, critic=critic, has_experts=False))
+        return Activations(*fields)
+    return Activations(*fields, count_activations(shape, passes, critic=critic, has_experts=False))
 
 
 def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
@@ -489,14 +506,14 @@ def _count_scratch(
     if passes.is_portable:
         forward = b * (h + q + kv + 5 * max(f, copies))
     else:  # fused: gate and up, product, gathered input
-        gathered = sizes.hidden if passes.sequence_parallel else 0
-        forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered)
+        gathered_input = sizes.hidden if passes.sequence_parallel else 0
+        forward = b * (h + q + kv + max(3 * f, 5 * copies) + gathered_input)
     if cp > 1:
         # Attention's backward pass follows the MLP's. Portable layers have all ranks' keys and values twice
         # (gathered, by bucket), queries, outputs, and gradients. Transformer Engine passes keys, values and
         # gradients from rank to rank.
-        attended = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
-        work = max(work, attended - mlp)
+        attention_work = 4 * b * (cp * kv + q) if passes.is_portable else b * (4 * kv + 2 * q)
+        work = max(work, attention_work - mlp)
     if sizes.linear:  # gradients of the rule's matrices and inputs
         work = max(work, delta / 2 - mlp)
         forward = max(forward, delta / 2)
@@ -534,14 +551,14 @@ def _head(shape: Shape, passes: Passes, critic: bool) -> tuple[float, float]:
     if critic:
         return norm + h * FP32 + FP32, 0.0
     # A chunk's logits exist until the next chunk's are computed: logits and exponentials, then gradients.
-    whole = sizes.hidden
+    hidden = sizes.hidden
     shard = padded_vocab(sizes.vocab, tp) // tp
-    chunk, several = min(passes.chunk, shard), shard > passes.chunk
-    forward = chunk * (3 if several else 2) * FP32
-    backward = whole * FP32 + chunk * (2 if several else 1) * FP32
-    gathered = whole * b if passes.sequence_parallel and tp > 1 else 0.0
-    needed = norm + whole * b - h * b + gathered + max(forward, backward)
-    return needed, float(shard * sizes.hidden * b * passes.trains_head)
+    chunk, has_several_chunks = min(passes.chunk, shard), shard > passes.chunk
+    forward = chunk * (3 if has_several_chunks else 2) * FP32
+    backward = hidden * FP32 + chunk * (2 if has_several_chunks else 1) * FP32
+    gathered_hidden = hidden * b if passes.sequence_parallel and tp > 1 else 0.0
+    peak = norm + hidden * b - h * b + gathered_hidden + max(forward, backward)
+    return peak, float(shard * sizes.hidden * b * passes.trains_head)
 
 
 def fp8_bytes_per_param(recipe: str, device: Device) -> float:
@@ -598,8 +615,8 @@ def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device
     }
     transposes = True
     if cluster.gpu in DEVICES:
-        _, *known, transposes = astuple(DEVICES[cluster.gpu])
-        table = dict(zip(figures, known, strict=True))
+        _, *known_figures, transposes = astuple(DEVICES[cluster.gpu])
+        table = dict(zip(figures, known_figures, strict=True))
         figures = {key: table[key] if value is None else value for key, value in figures.items()}
     missing = [f"cluster.{key}" for key, value in figures.items() if value is None]
     if missing:
@@ -607,5 +624,5 @@ def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device
             f"cluster.gpu: {cluster.gpu} is not in the table ({', '.join(DEVICES)}): "
             f"set {', '.join(missing)} as well"
         )
-    total, tflops, memory_speed, host_speed = (value or 0.0 for value in figures.values())
-    return Device(cluster.gpu, measured or total, tflops, memory_speed, host_speed, transposes)
+    memory_bytes, tflops, memory_speed, host_speed = (value or 0.0 for value in figures.values())
+    return Device(cluster.gpu, measured or memory_bytes, tflops, memory_speed, host_speed, transposes)

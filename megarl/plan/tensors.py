@@ -25,11 +25,17 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
     """Count a rank's parameters and adapters. shape: of a teacher."""
-    own = (shape or plan.shape(model)).count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
+    base_params = (shape or plan.shape(model)).count_params(
+        plan.layout, stage, critic=model in SCALAR_HEAD_MODELS
+    )
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
-        return own
-    adapters = count_trained(plan, model, plan.layout, stage)
-    return ParamCount(own.shared + adapters.shared, own.experts + adapters.experts, own.float32)
+        return base_params
+    adapter_params = count_trained(plan, model, plan.layout, stage)
+    return ParamCount(
+        base_params.shared + adapter_params.shared,
+        base_params.experts + adapter_params.experts,
+        base_params.float32,
+    )
 
 
 def count_trained(plan: PlanInputs, model: str, layout: Layout, stage: int) -> ParamCount:
@@ -59,11 +65,13 @@ def group_bytes(plan: PlanInputs, name: str, stage: int, *, every: bool = False)
 
 def _weight_bytes(plan: PlanInputs, model: str, stage: int, critics: int) -> list[float]:
     itemsize = plan.shape(model).itemsize
-    several = model == "teacher" and plan.teachers
-    shapes = plan.teachers if several else (plan.shape(model),) * critics
+    has_teachers = model == "teacher" and plan.teachers
+    shapes = plan.teachers if has_teachers else (plan.shape(model),) * critics
     counts = [count_params(plan, model, stage, shape) for shape in shapes]
     padding = count_muon_elements(plan, model, stage).padding * itemsize
-    return [float((n.shared + n.experts) * itemsize + n.float32 * FP32) + padding for n in counts]
+    return [
+        float((count.shared + count.experts) * itemsize + count.float32 * FP32) + padding for count in counts
+    ]
 
 
 def _gradient_bytes(plan: PlanInputs, model: str, stage: int) -> int:
@@ -109,11 +117,13 @@ def count_muon_elements(plan: PlanInputs, model: str, stage: int) -> MuonElement
 @lru_cache(maxsize=256)
 def _count_muon_elements(shape: Shape, layout: Layout, stage: int) -> MuonElements:
     # Count several buckets as one.
-    both = shape.matrices(layout, stage)
-    ranks = layout.dp * layout.cp, layout.stage // layout.ep
-    shares = [max_share(sizes, replicas) for sizes, replicas in zip(both, ranks, strict=True)]
-    shared, experts = sum(both[0]), sum(both[1])
-    padding = sum(map(mul, shares, ranks)) - (shared + experts)
+    matrix_sizes = shape.matrices(layout, stage)
+    replica_counts = layout.dp * layout.cp, layout.stage // layout.ep
+    shares = [
+        max_share(sizes, replicas) for sizes, replicas in zip(matrix_sizes, replica_counts, strict=True)
+    ]
+    shared, experts = sum(matrix_sizes[0]), sum(matrix_sizes[1])
+    padding = sum(map(mul, shares, replica_counts)) - (shared + experts)
     return MuonElements(shared, experts, padding, sum(shares))
 
 
@@ -132,13 +142,18 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
     """Count the largest bucket's parameters. Only a first stage with overlap has several."""
     parallel, layout = plan.config.parallel, plan.layout
-    trained, tensor = count_trained(plan, model, layout, stage), plan.shape(model).largest_tensor(layout.tp)
+    trained, largest_tensor = (
+        count_trained(plan, model, layout, stage),
+        plan.shape(model).largest_tensor(layout.tp),
+    )
     # A virtual stage also has the embedding or output layer.
-    whole = max(trained.shared / layout.vpp + tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp)
+    single_bucket = max(
+        trained.shared / layout.vpp + largest_tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp
+    )
     if stage or not plan.overlaps:
-        return whole
-    full = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
-    return min(whole, full + tensor)  # a bucket ends with the tensor that fills it
+        return single_bucket
+    bucket_size = parallel.overlap_bucket or max(40_000_000, 1_000_000 * layout.dp)
+    return min(single_bucket, bucket_size + largest_tensor)  # a bucket ends with the tensor that fills it
 
 
 def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float, float]:
@@ -150,12 +165,12 @@ def gradient_sum_bytes(plan: PlanInputs, model: str, stage: int) -> tuple[float,
     layout = plan.layout
     trained, replicas = count_trained(plan, model, layout, stage), layout.dp * layout.cp
     expert_replicas = layout.stage // layout.ep
-    fewest = expert_replicas if trained.experts else replicas
-    received = count_bucket_params(plan, model, stage) * (plan.gradient_size + FP32 / fewest)
+    fewest_replicas = expert_replicas if trained.experts else replicas
+    bucket_bytes = count_bucket_params(plan, model, stage) * (plan.gradient_size + FP32 / fewest_replicas)
     share = trained.shared / replicas + trained.experts / expert_replicas
     # These buckets are complete before the backward pass ends.
-    early = plan.overlaps and (stage == 0 or layout.vpp > 1)
-    return received if early else 0.0, max(received, share * FP32)
+    sums_early = plan.overlaps and (stage == 0 or layout.vpp > 1)
+    return bucket_bytes if sums_early else 0.0, max(bucket_bytes, share * FP32)
 
 
 def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bool = False) -> float:
@@ -167,8 +182,8 @@ def fp8_copy_bytes(plan: PlanInputs, model: str, stage: int, *, forward_only: bo
     if not plan.in_fp8:
         return 0.0
     elements = plan.shape(model).count_fp8(plan.layout, stage, fp8.first_last_layers_bf16)
-    both = fp8_bytes_per_param(fp8.recipe, plan.device)
-    return elements * (max(1.0, both / 2) if forward_only else both)
+    bytes_per_param = fp8_bytes_per_param(fp8.recipe, plan.device)
+    return elements * (max(1.0, bytes_per_param / 2) if forward_only else bytes_per_param)
 
 
 def resident_bytes(

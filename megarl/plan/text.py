@@ -52,12 +52,12 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     layout, config, device = plan.layout, plan.config, plan.device
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
-    apart = config.parallel.rollout_ranks
-    gpus = f"{layout.world + apart} x {device.name} ({device.memory / GIB:.1f} GiB)"
-    beside = f", and {apart} ranks that generate" if apart else ""
-    yield f"layout   {describe_layout(layout)}{beside}: {gpus} on {plan.nodes} nodes"
+    rollout_ranks = config.parallel.rollout_ranks
+    gpus = f"{layout.world + rollout_ranks} x {device.name} ({device.memory / GIB:.1f} GiB)"
+    rollout_text = f", and {rollout_ranks} ranks that generate" if rollout_ranks else ""
+    yield f"layout   {describe_layout(layout)}{rollout_text}: {gpus} on {plan.nodes} nodes"
     if config.has_engine:
-        ranks = apart or layout.world
+        ranks = rollout_ranks or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
         cache = f"KV cache of each {kv_cache_tokens(plan):,.0f} tokens"
         if config.rollout.capabilities.remote:
@@ -66,12 +66,16 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     yield ""
     yield "GiB on a GPU, of the fullest stage"
     needs = list(gpu_needs(plan))
-    used = [
+    used_columns = [
         (title, names) for title, names in COLUMNS if any(set(names) & need.parts.keys() for need in needs)
     ]
-    yield f"{'phase':20s}" + "".join(f"{title:>12s}" for title, _ in used) + f"{'total':>9s}{'free':>9s}"
+    yield (
+        f"{'phase':20s}"
+        + "".join(f"{title:>12s}" for title, _ in used_columns)
+        + f"{'total':>9s}{'free':>9s}"
+    )
     for need in needs:
-        cells = [sum(need.parts.get(name, 0.0) for name in names) / GIB for _, names in used]
+        cells = [sum(need.parts.get(name, 0.0) for name in names) / GIB for _, names in used_columns]
         row = "".join(f"{cell:12.1f}" if cell else f"{'-':>12s}" for cell in cells)
         free = (device.memory - need.total) / GIB
         yield f"{need.phase:20s}{row}{need.total / GIB:9.1f}{free:9.1f}"
@@ -81,22 +85,24 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     if budget:
         largest = f"{budget:,} tokens"
     yield f"largest update.tokens_per_micro_batch  {largest} (now {config.update.tokens_per_micro_batch:,})"
-    found = model_activations(plan, "actor")
-    head = (found.head * plan.pack + found.head_fixed) / GIB
+    activations = model_activations(plan, "actor")
+    head = (activations.head * plan.pack + activations.head_fixed) / GIB
     yield f"log-prob head at work on a micro-batch  {head:.1f} GiB, at another time than the layers"
     if config.has_engine:
-        usual = config.data.max_prompt_tokens + lengths.mean + lengths.all_observed
-        full, mean = (min(kv_cache_tokens(plan) / n, config.rollout.max_batch) for n in (plan.longest, usual))
-        most = f"{full:,.0f} of full length, {mean:,.0f} of mean length"
-        yield f"responses decoded at once by an engine  {most}"
+        mean_tokens = lengths.prompt + lengths.mean + lengths.all_observed
+        full_count, mean_count = (
+            min(kv_cache_tokens(plan) / n, config.rollout.max_batch) for n in (plan.longest, mean_tokens)
+        )
+        limit_text = f"{full_count:,.0f} of full length, {mean_count:,.0f} of mean length"
+        yield f"responses decoded at once by an engine  {limit_text}"
         yield f"weights into a GPU at each transfer  {transferred_bytes(plan) / 1e9:.2f} GB"
-    host, there = node_bytes(plan), config.cluster.host_memory
-    listed = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host.items())
-    yield f"memory of a node  {sum(host.values()) / GIB:.0f} of {there:.0f} GiB: {listed}"
-    disk, most = disk_bytes(plan), ""
-    if disk:
-        most = f", at most {sum(count_checkpoints(plan))} at once: {disk / 1e9:,.0f} GB"
-    yield f"a checkpoint on disk  {checkpoint_bytes(plan) / 1e9:,.1f} GB{most}"
+    host_bytes, host_memory = node_bytes(plan), config.cluster.host_memory
+    parts_text = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host_bytes.items())
+    yield f"memory of a node  {sum(host_bytes.values()) / GIB:.0f} of {host_memory:.0f} GiB: {parts_text}"
+    run_bytes, limit_text = disk_bytes(plan), ""
+    if run_bytes:
+        limit_text = f", at most {sum(count_checkpoints(plan))} at once: {run_bytes / 1e9:,.0f} GB"
+    yield f"a checkpoint on disk  {checkpoint_bytes(plan) / 1e9:,.1f} GB{limit_text}"
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "
@@ -115,8 +121,8 @@ def describe_turns(lengths: Lengths) -> str:
         return f", at most {lengths.window:,} of them in a step"
     if lengths.turns == 1:
         return ""
-    shown = f"{lengths.observed:,.0f} tokens shown and {clock(lengths.idle)} of a tool between two"
-    return f" in {lengths.turns} turns, {shown}"
+    turn_text = f"{lengths.observed:,.0f} tokens shown and {clock(lengths.idle)} of a tool between two"
+    return f" in {lengths.turns} turns, {turn_text}"
 
 
 def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
@@ -126,78 +132,92 @@ def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
     yield f"layout   {describe_layout(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
     yield ""
     yield "GiB of all ranks together, all the time"
-    for name, size_of in cpu_bytes(plan).items():
-        yield f"    {name:24s}{size_of / GIB:10.2f}"
-    held = sum(cpu_bytes(plan).values())
-    totals = {phase: held + sum(parts.values()) for phase, parts in cpu_bytes_by_phase(plan).items()}
+    for name, part_bytes in cpu_bytes(plan).items():
+        yield f"    {name:24s}{part_bytes / GIB:10.2f}"
+    constant_bytes = sum(cpu_bytes(plan).values())
+    totals = {
+        phase: constant_bytes + sum(parts.values()) for phase, parts in cpu_bytes_by_phase(plan).items()
+    }
     yield "and by phase, with all of that"
     for phase, parts in cpu_bytes_by_phase(plan).items():
-        listed = ", ".join(f"{part} {size_of / GIB:.2f}" for part, size_of in parts.items())
-        yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {listed}"
+        parts_text = ", ".join(f"{part} {part_bytes / GIB:.2f}" for part, part_bytes in parts.items())
+        yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {parts_text}"
     yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
 
 
 def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool = False) -> Iterator[str]:
-    good = [(one, one.estimate) for one in found if one.estimate is not None]
+    fitting_candidates = [
+        (candidate, candidate.estimate) for candidate in found if candidate.estimate is not None
+    ]
     limit = len(found) if everything else SHOWN
-    bad = len(found) - len(good)
+    unfit_count = len(found) - len(fitting_candidates)
     gpus = f"{current.plan.layout.world} GPUs"
     if current.plan.config.parallel.rollout_ranks:
         gpus += " that train"
     yield (
         f"layouts of {gpus}, each with its best engines, recomputation, budget and residency: "
-        f"{len(good)} fit, {bad} do not; best first"
+        f"{len(fitting_candidates)} fit, {unfit_count} do not; best first"
     )
-    shown = good[:limit]
+    listed_candidates = fitting_candidates[:limit]
     if current.estimate is not None:
-        shown = sorted([*shown, (current, current.estimate)], key=lambda pair: pair[1].total)
-    if shown:
-        heads = f"{'layout':28s}{'engine tp':>11s}{'recompute':>16s}{'budget':>9s}{'a step':>10s}"
-        yield f"  {heads}{'rollout':>9s}{'GiB free':>10s}  kept on the GPU"
-    for one, made in shown:
-        config = one.plan.config
-        kept = ", ".join(config.residency.keep) or "-"
+        listed_candidates = sorted(
+            [*listed_candidates, (current, current.estimate)], key=lambda pair: pair[1].total
+        )
+    if listed_candidates:
+        headings = f"{'layout':28s}{'engine tp':>11s}{'recompute':>16s}{'budget':>9s}{'a step':>10s}"
+        yield f"  {headings}{'rollout':>9s}{'GiB free':>10s}  kept on the GPU"
+    for candidate, estimate in listed_candidates:
+        config = candidate.plan.config
+        kept_groups = ", ".join(config.residency.keep) or "-"
         layers = config.model.recompute_layers
         recompute = config.model.recompute + (f", {layers} layers" if layers else "")
         if config.model.recompute == "selective":
             recompute = " and ".join(config.model.recompute_modules)
         yield (
-            f"  {describe_layout(one.plan.layout):28s}{one.plan.engine_tp:11d}{recompute:>16s}"
-            f"{config.update.tokens_per_micro_batch:9,d}{clock(made.total):>10s}"
-            f"{clock(made.parts.get('rollout', 0.0)):>9s}{one.free / GIB:10.1f}  "
-            + ("<- the configuration" if one is current else kept)
+            f"  {describe_layout(candidate.plan.layout):28s}{candidate.plan.engine_tp:11d}{recompute:>16s}"
+            f"{config.update.tokens_per_micro_batch:9,d}{clock(estimate.total):>10s}"
+            f"{clock(estimate.parts.get('rollout', 0.0)):>9s}{candidate.free / GIB:10.1f}  "
+            + ("<- the configuration" if candidate is current else kept_groups)
         )
-    if len(good) > limit:
-        yield f"    and {len(good) - limit} more (--all)"
-    refused = [one for one in found if one.problem]
-    for one in refused[:limit]:
-        yield f"    not {describe_layout(one.plan.layout)}: {one.problem}"
-    if len(refused) > limit:
-        yield f"    and {len(refused) - limit} more that do not (--all)"
+    if len(fitting_candidates) > limit:
+        yield f"    and {len(fitting_candidates) - limit} more (--all)"
+    unfit_candidates = [candidate for candidate in found if candidate.problem]
+    for candidate in unfit_candidates[:limit]:
+        yield f"    not {describe_layout(candidate.plan.layout)}: {candidate.problem}"
+    if len(unfit_candidates) > limit:
+        yield f"    and {len(unfit_candidates) - limit} more that do not (--all)"
 
 
 def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str]:
     """Format the best layout's overrides, as command and YAML. Raises ConfigError if none fits."""
-    quickest, now = pick_best(tried), current.estimate
-    chosen = drop_unproven(tried, current.plan.config.parallel)
-    found = pick_best(chosen) if any(one.estimate for one in chosen) else quickest
-    made = found.estimate
-    assert made is not None and quickest.estimate is not None
-    keys = list_overrides(found.plan, current.plan)
-    before = f"; the configuration as it is: {clock(now.total)}" if now else "; as it is it does not fit"
-    if now and now.total <= CLOSE * made.total:
-        before += ", and as good"
-    yield f"# {describe_layout(found.plan.layout)}: a step takes about {clock(made.total)}{before}"
-    yield f"# {found.free / GIB:.1f} GiB of each {found.plan.device.name} stay free"
-    if quickest is not found:
-        name, gain = describe_layout(quickest.plan.layout), 1 - quickest.estimate.total / made.total
-        promised = f"{100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise"
-        yield f"# {promised}: {name} (--all)"
-    line = " ".join(f"{key}={_value(value)}" for key, value in keys.items())
-    yield f"megarl train {path} {line}"
+    quickest, current_estimate = pick_best(tried), current.estimate
+    proven_candidates = drop_unproven(tried, current.plan.config.parallel)
+    choice = (
+        pick_best(proven_candidates)
+        if any(candidate.estimate for candidate in proven_candidates)
+        else quickest
+    )
+    estimate = choice.estimate
+    assert estimate is not None and quickest.estimate is not None
+    overrides = list_overrides(choice.plan, current.plan)
+    comparison = (
+        f"; the configuration as it is: {clock(current_estimate.total)}"
+        if current_estimate
+        else "; as it is it does not fit"
+    )
+    if current_estimate and current_estimate.total <= CLOSE * estimate.total:
+        comparison += ", and as good"
+    yield f"# {describe_layout(choice.plan.layout)}: a step takes about {clock(estimate.total)}{comparison}"
+    yield f"# {choice.free / GIB:.1f} GiB of each {choice.plan.device.name} stay free"
+    if quickest is not choice:
+        name, gain = describe_layout(quickest.plan.layout), 1 - quickest.estimate.total / estimate.total
+        gain_text = f"{100 * gain:.0f} % quicker, if what has not run on a GPU yet keeps its promise"
+        yield f"# {gain_text}: {name} (--all)"
+    arguments = " ".join(f"{key}={_value(value)}" for key, value in overrides.items())
+    yield f"megarl train {path} {arguments}"
     yield ""
     sections: dict[str, dict[str, Any]] = {}
-    for dotted, value in keys.items():
+    for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
         sections.setdefault(section, {})[key] = value
     for section, values in sections.items():
@@ -209,37 +229,43 @@ def simulated(
     tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
 ) -> Iterator[str]:
     """Format simulated splits, and timelines of the configured and the quickest."""
-    most = f"up to {lengths.longest:,}"
-    mean = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
-    yield f"lengths  {where}: {mean}, {most}{describe_turns(lengths)}"
-    kept = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
-    yield f"a step   {work.prompts} groups of {work.group_size} responses{kept}; {BALANCE[work.balance]}"
+    limit_text = f"up to {lengths.longest:,}"
+    mean_text = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
+    yield f"lengths  {where}: {mean_text}, {limit_text}{describe_turns(lengths)}"
+    kept_text = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
+    yield f"a step   {work.prompts} groups of {work.group_size} responses{kept_text}; {BALANCE[work.balance]}"
     yield ""
-    heads = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
-    yield f"{'':32s}{heads}"
-    quickest = min(tried, key=lambda one: one.timeline.step * (1 + 0.01 * one.ahead))
-    for one in tried:
-        timeline, world = one.timeline, one.plan.layout.world + one.rollout_ranks
+    headings = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
+    yield f"{'':32s}{headings}"
+    quickest = min(tried, key=lambda split: split.timeline.step * (1 + 0.01 * split.ahead))
+    for split in tried:
+        timeline, world = split.timeline, split.plan.layout.world + split.rollout_ranks
         engines = [sum(timeline.wait_shares(name).values()) for name in timeline.rows if name != "trainers"]
         name = f"{world} ranks in turn"
-        if one.rollout_ranks:
-            name = f"{one.plan.layout.world} train, {one.rollout_ranks} generate, ahead {one.ahead}"
-        idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if one.rollout_ranks else "-"
-        mark = "  <- the configuration" if one is tried[0] else "  <- the quickest" if one is quickest else ""
+        if split.rollout_ranks:
+            name = f"{split.plan.layout.world} train, {split.rollout_ranks} generate, ahead {split.ahead}"
+        idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if split.rollout_ranks else "-"
+        mark = (
+            "  <- the configuration"
+            if split is tried[0]
+            else "  <- the quickest"
+            if split is quickest
+            else ""
+        )
         yield (
             f"{name:32s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
             f"{timeline.tokens_per_second / world:7,.0f}{timeline.idle:6.0%}"
             f"{idle:>10s}{fmean(engines):9.0%}{mark}"
         )
-    for one in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
+    for split in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
         yield ""
-        yield from _bars(one)
+        yield from _bars(split)
     if quickest.rollout_ranks and quickest is not tried[0]:
         dp, ranks = quickest.plan.layout.dp, quickest.rollout_ranks
-        saved = 1 - quickest.timeline.step / tried[0].timeline.step
+        saved_share = 1 - quickest.timeline.step / tried[0].timeline.step
         yield ""
         keys = f"parallel.dp={dp} parallel.rollout_ranks={ranks} schedule.ahead={quickest.ahead}"
-        yield f"quickest: {keys}, {saved:.0%} less time a step"
+        yield f"quickest: {keys}, {saved_share:.0%} less time a step"
 
 
 def _bars(tried: SimulatedSplit) -> Iterator[str]:
@@ -250,29 +276,29 @@ def _bars(tried: SimulatedSplit) -> Iterator[str]:
         (name for name in timeline.rows if name != "trainers"),
         key=lambda name: sum(timeline.wait_shares(name).values()),
     )
-    chosen = dict.fromkeys((engines[0], engines[len(engines) // 2], engines[-1]))
-    names = [*(name for name in timeline.rows if name == "trainers"), *chosen]
+    chosen_engines = dict.fromkeys((engines[0], engines[len(engines) // 2], engines[-1]))
+    names = [*(name for name in timeline.rows if name == "trainers"), *chosen_engines]
     phases = dict.fromkeys(span.phase for name in names for span in timeline.rows[name])
     letters: dict[str, str] = {}
     for phase in (phase for phase in phases if not phase.startswith("wait")):
-        free = [c for c in (*phase, *ascii_lowercase) if c.isalpha() and c not in letters.values()]
-        letters[phase] = free[0]
+        free_letters = [c for c in (*phase, *ascii_lowercase) if c.isalpha() and c not in letters.values()]
+        letters[phase] = free_letters[0]
     yield f"a step of {clock(end - begin)}; a letter is {clock((end - begin) / width)}, a dot waits"
     seconds: dict[str, float] = {}
     for name in names:
-        inside = [span for span in timeline.rows[name] if span.end > begin and span.begin < end]
+        spans = [span for span in timeline.rows[name] if span.end > begin and span.begin < end]
         bar = ""
         for i in range(width):
-            at = begin + (i + 0.5) * (end - begin) / width
-            phase = next((span.phase for span in inside if span.begin <= at < span.end), "wait")
+            time = begin + (i + 0.5) * (end - begin) / width
+            phase = next((span.phase for span in spans if span.begin <= time < span.end), "wait")
             bar += letters.get(phase, ".")
         yield f"    {name:12s}{bar}"
-        for span in inside if name in ("trainers", engines[-1]) else ():
-            taken = min(span.end, end) - max(span.begin, begin)
+        for span in spans if name in ("trainers", engines[-1]) else ():
+            duration = min(span.end, end) - max(span.begin, begin)
             key = span.phase if span.phase in letters else f"{name}: {span.phase}"
-            seconds[key] = seconds.get(key, 0.0) + taken
-    shown = (f"{letters.get(key, '.')} {key} {clock(s)}" for key, s in seconds.items() if s > 0.001)
-    yield from textwrap.wrap(", ".join(shown), 100, initial_indent="    ", subsequent_indent="    ")
+            seconds[key] = seconds.get(key, 0.0) + duration
+    legend = (f"{letters.get(key, '.')} {key} {clock(s)}" for key, s in seconds.items() if s > 0.001)
+    yield from textwrap.wrap(", ".join(legend), 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def _value(value: Any) -> str:
@@ -285,5 +311,5 @@ def clock(seconds: float) -> str:
     """Format a duration, such as 0.4 s, 1:15 or 1:06:40."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    minutes, secs = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{secs:02}" if minutes >= 60 else f"{minutes}:{secs:02}"

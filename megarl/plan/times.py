@@ -88,13 +88,15 @@ class Lengths:
     def quantiles(self) -> tuple[float, ...]:
         """Return QUANTILES equally frequent lengths, shortest first."""
         normal = NormalDist()
-        shape = [math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)]
+        relative_lengths = [
+            math.exp(self.spread * normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES)
+        ]
         low, high = 0.0, float(self.longest) * 100
         for _ in range(60):  # bisect the scale for the mean after the cut
-            middle = (low + high) / 2
-            short = fmean(min(middle * s, self.longest) for s in shape) < self.mean
-            low, high = (middle, high) if short else (low, middle)
-        return tuple(min(high * s, self.longest) for s in shape)
+            scale = (low + high) / 2
+            is_too_short = fmean(min(scale * s, self.longest) for s in relative_lengths) < self.mean
+            low, high = (scale, high) if is_too_short else (low, scale)
+        return tuple(min(high * s, self.longest) for s in relative_lengths)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
@@ -168,44 +170,46 @@ def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
             parts[phase.name] = _phase_seconds(plan, lengths, phase, phase.model)
     if plan.config.has_engine:
         parts["weight_transfer"] = _transfer_seconds(plan)
-    if offloaded := _offloaded_bytes(plan):
-        parts["on and off the device"] = offloaded / (plan.device.host_speed * 1e9 * LINKS)
+    if offloaded_bytes := _offloaded_bytes(plan):
+        parts["on and off the device"] = offloaded_bytes / (plan.device.host_speed * 1e9 * LINKS)
     asynchronous = bool(plan.config.parallel.rollout_ranks and plan.config.schedule.ahead)
     return Estimate(parts, plan.step_tokens(fmean(lengths.sequences[0])), asynchronous)
 
 
 def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str) -> float:
-    config, layout, update, is_critic = plan.config, plan.layout, phase.updates_weights, model == "critic"
-    sequences, finished = lengths.sequences
+    config, layout, is_update, is_critic = plan.config, plan.layout, phase.updates_weights, model == "critic"
+    sequences, finished_sequences = lengths.sequences
     tokens = plan.step_tokens(fmean(sequences))
     if is_critic and config.has_prompt_critic:
         sequences, tokens = [lengths.prompt + 1], plan.step_tokens(lengths.prompt + 1)
-    elif is_critic and update:
-        sequences, tokens = finished, tokens * sum(finished) / sum(sequences)
+    elif is_critic and is_update:
+        sequences, tokens = finished_sequences, tokens * sum(finished_sequences) / sum(sequences)
     critics = config.critic.count if is_critic else 1  # one after the other
-    epochs = updates = 1
-    if update:
+    epochs = optimizer_steps = 1
+    if is_update:
         tokens /= critics  # each learns from its part
         settings = config.critic if is_critic else config.update
-        size = (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
+        mini_batch = (
+            (config.critic.mini_batch or config.update.mini_batch) if is_critic else config.mini_batch
+        )
         epochs = settings.epochs if config.has_engine else 1
-        updates = max(1, config.responses // size)
+        optimizer_steps = max(1, config.responses // mini_batch)
     # Each optimizer step drains the pipeline, and waits for the replica with the longest sequence.
-    share = tokens / updates / layout.dp
-    uneven = max(1.0, max(sequences) / share)
+    replica_tokens = tokens / optimizer_steps / layout.dp
+    imbalance = max(1.0, max(sequences) / replica_tokens)
     # All stages wait for the largest micro-batch.
     budget = config.update.tokens_per_micro_batch
-    micro_batches = max(1.0, share * uneven / budget)
-    largest = min(1.0, max(budget, max(sequences)) / (share * uneven))
-    bubble = 1 + (layout.pp - 1) / layout.vpp * largest
-    seconds = share * uneven * _token_seconds(plan, model, update, sequences)
-    seconds += micro_batches * _micro_batch_seconds(plan, model, update)
-    if model == "actor" and update and config.algorithm.policy_loss.selector:
-        seconds += share * uneven * _token_seconds(plan, model, False, sequences)
+    micro_batches = max(1.0, replica_tokens * imbalance / budget)
+    largest_share = min(1.0, max(budget, max(sequences)) / (replica_tokens * imbalance))
+    bubble = 1 + (layout.pp - 1) / layout.vpp * largest_share
+    seconds = replica_tokens * imbalance * _token_seconds(plan, model, is_update, sequences)
+    seconds += micro_batches * _micro_batch_seconds(plan, model, is_update)
+    if model == "actor" and is_update and config.algorithm.policy_loss.selector:
+        seconds += replica_tokens * imbalance * _token_seconds(plan, model, False, sequences)
         seconds += micro_batches * _micro_batch_seconds(plan, model, False)
-    count = critics * epochs * updates
+    count = critics * epochs * optimizer_steps
     total = count * seconds * bubble
-    return _add_optimizer_seconds(plan, model, count, total) if update else total
+    return _add_optimizer_seconds(plan, model, count, total) if is_update else total
 
 
 def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: float) -> float:
@@ -233,17 +237,19 @@ def _transfer_seconds(plan: PlanInputs) -> float:
 
 def _offloaded_bytes(plan: PlanInputs) -> float:
     """Count a GPU's copied bytes in a step. Engines and gradients return empty."""
-    copied = 0.0
-    sets = [resident | plan.keep for resident in plan.residents]
-    for before, after in zip([sets[-1], *sets[:-1]], sets, strict=True):
-        for name in sorted(before ^ after):
+    copied_bytes = 0.0
+    groups_by_phase = [resident | plan.keep for resident in plan.residents]
+    for previous_groups, groups in zip(
+        [groups_by_phase[-1], *groups_by_phase[:-1]], groups_by_phase, strict=True
+    ):
+        for name in sorted(previous_groups ^ groups):
             if not name.startswith("engine.") and not name.endswith(".gradients"):
-                copied += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
+                copied_bytes += max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
         # A phase ends with the last critic on the GPU, the next starts with the first.
-        for name in sorted((before & after) - plan.keep) if plan.config.critic.count > 1 else ():
+        for name in sorted((previous_groups & groups) - plan.keep) if plan.config.critic.count > 1 else ():
             if name.startswith("critic."):
-                copied += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
-    return copied
+                copied_bytes += 2 * max(group_bytes(plan, name, stage, every=True) for stage in plan.stages)
+    return copied_bytes
 
 
 def _matmul_seconds(*shapes: tuple[float, float], speed: float) -> float:
@@ -260,24 +266,26 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
     # Tensor parallelism divides the side other than h, or tokens of products to latents.
     matrices = ((m / tp, n) if n == h else (m, n / tp) for m, n in shape.attention_matrices)
     matmul, mlp = _matmul_seconds(*matrices, speed=speed), 0.0
-    linear = len(sizes.linear) / sizes.layers
-    if linear:
+    linear_share = len(sizes.linear) / sizes.layers
+    if linear_share:
         projected = (sizes.mixed + sizes.value + 2 * sizes.value_heads) / tp
         linear_seconds = _matmul_seconds((h, projected), (sizes.value / tp, h), speed=speed)
-        matmul = (1 - linear) * matmul + linear * linear_seconds
-    dense = sizes.dense / sizes.layers if sizes.experts else 1.0
+        matmul = (1 - linear_share) * matmul + linear_share * linear_seconds
+    dense_share = sizes.dense / sizes.layers if sizes.experts else 1.0
     if sizes.experts:
         # Experts are whole: tensor parallelism divides their tokens.
-        top_k, shared = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
+        top_k, shared_ffn = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
-        shared_seconds = _matmul_seconds((h, 2 * shared), (shared, h), speed=speed) if shared else 0.0
-        matmul += (1 - dense) * (experts + shared_seconds)
-    if dense:
-        mlp = dense * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
+        shared_seconds = (
+            _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed) if shared_ffn else 0.0
+        )
+        matmul += (1 - dense_share) * (experts + shared_seconds)
+    if dense_share:
+        mlp = dense_share * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
     # Causal attention sees half of a sequence. Long ones have more tokens.
     context = fmean(length**2 for length in sequences) / fmean(sequences)
-    attention = (1 - linear) * context * (sizes.q + sizes.out) / tp / peak
+    attention = (1 - linear_share) * context * (sizes.q + sizes.out) / tp / peak
     return matmul, mlp, attention
 
 
@@ -285,22 +293,24 @@ def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]
     """Return a token's message seconds: in a layer, of its tensor parallelism, between stages."""
     shape, layout, cluster = plan.shape(model), plan.layout, plan.config.cluster
     sizes, h, b, tp, cp = shape.sizes, shape.sizes.hidden, shape.itemsize, layout.tp, layout.cp
-    node, network = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
+    node_speed, network_speed = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
 
     def link(ranks: int) -> float:
-        return node if ranks <= cluster.gpus_per_node else network
+        return node_speed if ranks <= cluster.gpus_per_node else network_speed
 
     # Hidden states are gathered and scattered twice.
-    layer = tensor = 4 * h * b * (tp - 1) / tp / link(tp)
+    layer_messages = tensor_messages = 4 * h * b * (tp - 1) / tp / link(tp)
     # Other context-parallel ranks' keys and values.
-    layer += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
+    layer_messages += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
     if sizes.experts and layout.ep > 1:
         # Copies to experts and back, by network to other nodes.
         copies = 2 * shape.config["num_experts_per_tok"] * h * b / tp
-        inside = min(layout.ep, cluster.gpus_per_node)
-        layer += copies * ((inside - 1) / node + (layout.ep - inside) / network) / layout.ep
-    stage = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
-    return layer, tensor, stage
+        node_ranks = min(layout.ep, cluster.gpus_per_node)
+        layer_messages += (
+            copies * ((node_ranks - 1) / node_speed + (layout.ep - node_ranks) / network_speed) / layout.ep
+        )
+    stage_messages = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
+    return layer_messages, tensor_messages, stage_messages
 
 
 def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[float]) -> float:
@@ -309,27 +319,35 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
     sizes = shape.sizes
     matmul, mlp, attention = _layer_seconds(plan, model, sequences)
     layer_messages, tensor_messages, stage_messages = _message_seconds(plan, model)
-    head, kept = 0.0, model_activations(plan, model)
+    head, activations = 0.0, model_activations(plan, model)
     if model in ("actor", "reference", "teacher"):
         peak = plan.device.tflops * 1e12 * MATMUL
         head = _matmul_seconds((sizes.hidden, sizes.vocab / layout.tp), speed=peak)
-    passes, recomputed, selected = 1.0, 0.0, 0.0
-    read = 2 / (plan.device.memory_speed * 1e9 * READING)
+    passes, recomputed_share, selective_seconds = 1.0, 0.0, 0.0
+    seconds_per_byte = 2 / (plan.device.memory_speed * 1e9 * READING)
     if update:
-        trained = count_trained(plan, model, Layout(), 0).all
-        passes = 2 + trained / shape.count_params(Layout(), 0, critic=model == "critic").all
-        recomputed = plan.recomputed_share
+        trained_params = count_trained(plan, model, Layout(), 0).all
+        passes = 2 + trained_params / shape.count_params(Layout(), 0, critic=model == "critic").all
+        recomputed_share = plan.recomputed_share
         if config.model.recompute == "selective":
             modules = config.model.recompute_modules
-            selected = attention * ("attention" in modules)
+            selective_seconds = attention * ("attention" in modules)
             # Half of the tensor-parallel messages are the MLP's.
-            selected += (mlp + tensor_messages / 2 + read * kept.selected) * ("mlp" in modules)
+            selective_seconds += (mlp + tensor_messages / 2 + seconds_per_byte * activations.selected) * (
+                "mlp" in modules
+            )
         head *= 4 / 3  # backward recomputes the logits
     # `moved` bytes are written and read.
-    dense = sizes.dense / sizes.layers if sizes.experts else 1.0
-    moved = kept.moved if kept.dense is None else (1 - dense) * kept.moved + dense * kept.dense.moved
-    body = (passes + recomputed) * (matmul + attention + layer_messages + read * moved) + selected
-    return (sizes.layers / layout.pp * body + passes * (head + stage_messages)) / layout.cp
+    dense_share = sizes.dense / sizes.layers if sizes.experts else 1.0
+    moved_bytes = (
+        activations.moved
+        if activations.dense is None
+        else (1 - dense_share) * activations.moved + dense_share * activations.dense.moved
+    )
+    layer_seconds = (passes + recomputed_share) * (
+        matmul + attention + layer_messages + seconds_per_byte * moved_bytes
+    ) + selective_seconds
+    return (sizes.layers / layout.pp * layer_seconds + passes * (head + stage_messages)) / layout.cp
 
 
 def _micro_batch_seconds(plan: PlanInputs, model: str, update: bool) -> float:
@@ -337,9 +355,9 @@ def _micro_batch_seconds(plan: PlanInputs, model: str, update: bool) -> float:
     shape, layout = plan.shape(model), plan.layout
     params = shape.count_params(layout, 0, critic=model == "critic").all
     passes = 3 if update else 1
-    moved = params * (passes * shape.itemsize + 2 * plan.gradient_size * update)
+    moved_bytes = params * (passes * shape.itemsize + 2 * plan.gradient_size * update)
     waits = 4 * MESSAGE * (layout.tp > 1) + DISPATCH * bool(shape.sizes.experts)
-    seconds = moved / (plan.device.memory_speed * 1e9 * READING)
+    seconds = moved_bytes / (plan.device.memory_speed * 1e9 * READING)
     return seconds + passes * shape.sizes.layers / layout.pp * waits
 
 
@@ -367,22 +385,22 @@ class DecodeCost:
 
     def step(self, count: float, tokens: float) -> float:
         """Return a step's seconds. Experts are read once."""
-        read = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
-        return max(read, count * self.compute) + self.fixed + count * self.sequence
+        read_seconds = self.weights + self.experts * (1 - self.unrouted**count) + tokens * self.cached
+        return max(read_seconds, count * self.compute) + self.fixed + count * self.sequence
 
 
 def make_decode_cost(plan: PlanInputs) -> DecodeCost:
     cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
     link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
-    sizes, memory = shape.sizes, device.memory_speed * 1e9 * READING
+    sizes, memory_speed = shape.sizes, device.memory_speed * 1e9 * READING
     compute = 2 * shape.active / (device.tflops * 1e12 * PREFILL * tp)
-    sent = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
+    message_seconds = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
     return DecodeCost(
         fixed=2 * sizes.layers * MESSAGE * (tp > 1) + DECODE_STEP + sizes.layers * DECODE_LAYER,
-        sequence=sent + DECODE_SEQUENCE,
-        weights=engine_weight_bytes(plan) * (1 - shape.expert_share) / memory,
-        experts=engine_weight_bytes(plan) * shape.expert_share / memory,
-        cached=shape.cache_bytes(tp) / memory,
+        sequence=message_seconds + DECODE_SEQUENCE,
+        weights=engine_weight_bytes(plan) * (1 - shape.expert_share) / memory_speed,
+        experts=engine_weight_bytes(plan) * shape.expert_share / memory_speed,
+        cached=shape.cache_bytes(tp) / memory_speed,
         compute=compute,
         unrouted=1 - shape.routed_share,
         prefill=compute,
@@ -391,8 +409,8 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
     """Count mean responses decoded at once, without those that wait for a tool."""
-    fitting = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
-    return max(1, min(fitting, plan.config.rollout.max_batch))
+    cache_limit = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
+    return max(1, min(cache_limit, plan.config.rollout.max_batch))
 
 
 def mean_cached_tokens(lengths: Lengths) -> float:
@@ -401,40 +419,43 @@ def mean_cached_tokens(lengths: Lengths) -> float:
 
 def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
-    sampled = config.responses / (KEPT_GROUPS if config.rollout.dynamic_sampling.enabled else 1.0)
-    each = max(1, round(sampled / max(1, plan.engines(ranks))))
-    at_once = min(decode_batch_size(plan, lengths), each)
-    cost, cached = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
+    sampled_responses = config.responses / (KEPT_GROUPS if config.rollout.dynamic_sampling.enabled else 1.0)
+    responses_per_engine = max(1, round(sampled_responses / max(1, plan.engines(ranks))))
+    at_once = min(decode_batch_size(plan, lengths), responses_per_engine)
+    cost, keeps_cache = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
     # With new weights, prefixes are prefilled again.
-    prefilled = lengths.count_prefilled(cached=cached) + lengths.mean_prefix
-    return _decode_seconds(cost, each, at_once, lengths) + each * prefilled * cost.prefill
+    prefilled_tokens = lengths.count_prefilled(cached=keeps_cache) + lengths.mean_prefix
+    return (
+        _decode_seconds(cost, responses_per_engine, at_once, lengths)
+        + responses_per_engine * prefilled_tokens * cost.prefill
+    )
 
 
 @lru_cache(maxsize=256)
 def _decode_seconds(cost: DecodeCost, each: int, at_once: int, lengths: Lengths) -> float:
     """Simulate `each` responses, `at_once` at a time. Those back from a tool go first."""
-    sampled, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
-    cached = mean_cached_tokens(lengths)
+    new_tokens, turns = sorted(window.new_tokens for window in lengths.windows), lengths.turns
+    cached_tokens = mean_cached_tokens(lengths)
     # A coprime stride keeps lengths equally frequent, and spreads the longest.
-    stride = next(n for n in range(37, 37 + len(sampled)) if math.gcd(n, len(sampled)) == 1)
-    waiting = [(sampled[(i * stride) % len(sampled)] / turns, turns) for i in range(each)]
+    stride = next(n for n in range(37, 37 + len(new_tokens)) if math.gcd(n, len(new_tokens)) == 1)
+    waiting = [(new_tokens[(i * stride) % len(new_tokens)] / turns, turns) for i in range(each)]
     running: list[tuple[float, float, int]] = []  # a turn's last step and tokens, turns left
-    calling: list[tuple[float, float, int]] = []  # end of a tool call, tokens, turns left
+    tool_calls: list[tuple[float, float, int]] = []  # end of a tool call, tokens, turns left
     step = seconds = 0.0
-    while waiting or running or calling:
-        while calling and calling[0][0] <= seconds:
-            waiting.append(heapq.heappop(calling)[1:])
+    while waiting or running or tool_calls:
+        while tool_calls and tool_calls[0][0] <= seconds:
+            waiting.append(heapq.heappop(tool_calls)[1:])
         while waiting and len(running) < at_once:
-            tokens, left = waiting.pop()
-            heapq.heappush(running, (step + tokens, tokens, left))
-        pace = cost.step(len(running), len(running) * cached) if running else math.inf
-        ends = seconds + (running[0][0] - step) * pace if running else math.inf
-        if calling and calling[0][0] < ends:
-            step += (calling[0][0] - seconds) / pace
-            seconds = calling[0][0]
+            tokens, turns_left = waiting.pop()
+            heapq.heappush(running, (step + tokens, tokens, turns_left))
+        step_seconds = cost.step(len(running), len(running) * cached_tokens) if running else math.inf
+        turn_end = seconds + (running[0][0] - step) * step_seconds if running else math.inf
+        if tool_calls and tool_calls[0][0] < turn_end:
+            step += (tool_calls[0][0] - seconds) / step_seconds
+            seconds = tool_calls[0][0]
             continue
-        step, tokens, left = heapq.heappop(running)
-        seconds = ends
-        if left > 1:
-            heapq.heappush(calling, (seconds + lengths.idle, tokens, left - 1))
+        step, tokens, turns_left = heapq.heappop(running)
+        seconds = turn_end
+        if turns_left > 1:
+            heapq.heappush(tool_calls, (seconds + lengths.idle, tokens, turns_left - 1))
     return seconds

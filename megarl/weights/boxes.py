@@ -23,10 +23,11 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    common = tuple(
-        (max(start, other), min(stop, end)) for (start, stop), (other, end) in zip(a, b, strict=True)
+    overlap = tuple(
+        (max(start, b_start), min(stop, b_stop))
+        for (start, stop), (b_start, b_stop) in zip(a, b, strict=True)
     )
-    return common if all(start < stop for start, stop in common) else None
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def shift(box: Box, origin: Box, destination: Box) -> Box:
@@ -44,11 +45,11 @@ def view(tensor: Tensor, box: Box) -> Tensor:
 def pack(sizes: Mapping[str, int], limit: float) -> list[list[str]]:
     """Divide tensors, in order, into parts of at most `limit` bytes, or one larger tensor."""
     parts: list[list[str]] = []
-    used = 0
+    part_bytes = 0
     for name, size in sizes.items():
-        if not parts or (used and used + size > limit):
+        if not parts or (part_bytes and part_bytes + size > limit):
             parts.append([])
-            used = 0
+            part_bytes = 0
         parts[-1].append(name)
-        used += size
+        part_bytes += size
     return parts

@@ -82,21 +82,23 @@ class Sizes:
         if heads % kv_heads:
             raise _bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
         family = FAMILIES.get(str(hf_config.get("model_type")))
-        moe = family is not None and family.is_moe
-        experts = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
-        shared = 0
+        is_moe = family is not None and family.is_moe
+        experts_key = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
+        shared_ffn = 0
         if family is not None and family.has("shared_experts.gate_weight"):
-            shared = get("shared_expert_intermediate_size")
+            shared_ffn = get("shared_expert_intermediate_size")
         elif family is not None and family.has("shared_experts.linear_fc1.weight"):
-            shared = get("n_shared_experts") * get("moe_intermediate_size")
+            shared_ffn = get("n_shared_experts") * get("moe_intermediate_size")
         has_dense_layers = family is not None and any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
-        attention: dict[str, Any] = {"out": heads * head_dim}
+        attention_sizes: dict[str, Any] = {"out": heads * head_dim}
         if family is not None and family.is_latent:
-            head_dim, attention = _get_latent_sizes(hf_config, heads)
-        linear = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
+            head_dim, attention_sizes = _get_latent_sizes(hf_config, heads)
+        linear_sizes = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
         # Qwen3.5's mixtures have no intermediate_size.
-        ffn = get("intermediate_size", get("moe_intermediate_size") if moe and not has_dense_layers else None)
+        ffn = get(
+            "intermediate_size", get("moe_intermediate_size") if is_moe and not has_dense_layers else None
+        )
         return Sizes(
             layers=layers,
             hidden=hidden,
@@ -107,14 +109,14 @@ class Sizes:
             vocab=get("vocab_size"),
             q=heads * head_dim,
             kv=kv_heads * head_dim,
-            experts=get(experts, most=MAX_EXPERTS) if moe else 0,
-            expert_ffn=get("moe_intermediate_size") if moe else 0,
-            shared_ffn=shared,
+            experts=get(experts_key, most=MAX_EXPERTS) if is_moe else 0,
+            expert_ffn=get("moe_intermediate_size") if is_moe else 0,
+            shared_ffn=shared_ffn,
             dense=get("first_k_dense_replace", most=layers - 1, least=0) if has_dense_layers else 0,
             gate_up=2 * ffn,
             gated_q=2 * heads * head_dim,
-            **attention,
-            **linear,
+            **attention_sizes,
+            **linear_sizes,
         )
 
     def shape(self, dims: str) -> Shape:
@@ -144,23 +146,23 @@ def _get_size(
     value = hf_config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        kind = "a positive integer" if least == 1 else f"an integer from {least}"
-        beyond = f" up to {most:,}" if isinstance(value, int) and value > most else ""
-        raise _bad(key, f"must be {kind}{beyond} (got {_short(value)})")
+        expected = "a positive integer" if least == 1 else f"an integer from {least}"
+        limit_text = f" up to {most:,}" if isinstance(value, int) and value > most else ""
+        raise _bad(key, f"must be {expected}{limit_text} (got {_short(value)})")
     return value
 
 
 def _get_latent_sizes(hf_config: Mapping[str, Any], heads: int) -> tuple[int, dict[str, Any]]:
     """Return head_dim and further sizes."""
     get = partial(_get_size, hf_config)
-    rotated, value, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
-    unrotated = get("qk_nope_head_dim")
-    return unrotated + rotated, {
+    rope_dim, value_dim, kv_rank = get("qk_rope_head_dim"), get("v_head_dim"), get("kv_lora_rank")
+    nope_dim = get("qk_nope_head_dim")
+    return nope_dim + rope_dim, {
         "q_rank": get("q_lora_rank") if is_on("q_lora_rank", hf_config) else 0,
         "kv_rank": kv_rank,
-        "latent": kv_rank + rotated,
-        "kv_up": heads * (unrotated + value),
-        "out": heads * value,
+        "latent": kv_rank + rope_dim,
+        "kv_up": heads * (nope_dim + value_dim),
+        "out": heads * value_dim,
     }
 
 
@@ -214,9 +216,9 @@ def _rows(megatron: str, hf: str, *rows: Row) -> tuple[Pair, ...]:
     """megatron, hf: the module's names in a layer, ending in a dot."""
     pairs = []
     for name, operation, *tensors in rows:
-        split = (text.split(": ") for text in tensors)
-        described = tuple((f"model.layers.{{l}}.{hf}{hf_name}", dims) for hf_name, dims in split)
-        pairs.append(Pair(f"decoder.layers.{{l}}.{megatron}{name}", operation, described))
+        names_and_dims = (text.split(": ") for text in tensors)
+        hf_tensors = tuple((f"model.layers.{{l}}.{hf}{hf_name}", dims) for hf_name, dims in names_and_dims)
+        pairs.append(Pair(f"decoder.layers.{{l}}.{megatron}{name}", operation, hf_tensors))
     return tuple(pairs)
 
 
@@ -400,20 +402,26 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
     """Return a parameter's LoRA adapters: A [rank, in] and B [out, rank] of each matrix.
 
     B is cut like the matrix's rows, A like its columns; an uncut one is replicated."""
-    halves: list[Pair] = []
+    adapter_pairs: list[Pair] = []
     for name, dims in pair.hf if lora.rank is not None else ():
-        *_, module, kind = name.split(".")
-        is_matrix = kind == "weight" and re.search(r"_proj(_\w+)?$", module)
+        *_, module, suffix = name.split(".")
+        is_matrix = suffix == "weight" and re.search(r"_proj(_\w+)?$", module)
         if not is_matrix or module not in (lora.targets or (module,)):
             continue
         (rows, columns), stem = dims.split(), name.removesuffix("weight")
-        own = f"{pair.megatron.removesuffix('weight')}lora.{module}"
-        by_columns = pair.operation == "row"
+        adapter_name = f"{pair.megatron.removesuffix('weight')}lora.{module}"
+        is_row_parallel = pair.operation == "row"
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
-        halves.append(Pair(f"{own}_a", "row" if by_columns else "replicated", (a,), kind=pair.kind))
-        halves.append(Pair(f"{own}_b", "replicated" if by_columns else pair.operation, (b,), kind=pair.kind))
-    return tuple(halves)
+        adapter_pairs.append(
+            Pair(f"{adapter_name}_a", "row" if is_row_parallel else "replicated", (a,), kind=pair.kind)
+        )
+        adapter_pairs.append(
+            Pair(
+                f"{adapter_name}_b", "replicated" if is_row_parallel else pair.operation, (b,), kind=pair.kind
+            )
+        )
+    return tuple(adapter_pairs)
 
 
 def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
@@ -427,9 +435,9 @@ def is_frozen(pair: Pair, layer: int, optimizer: OptimizerConfig) -> bool:
     if pair.hf == (EMBEDDED,):
         return "embeddings" in optimizer.frozen
     _, in_layer, name = pair.megatron.partition(".layers.{l}.")
-    block = name.startswith(("input_layernorm.", "self_attention.", "self_attn_bda."))
-    attention = "attention" in optimizer.frozen and block
-    return bool(in_layer) and (attention or layer < optimizer.frozen_layers)
+    in_attention_block = name.startswith(("input_layernorm.", "self_attention.", "self_attn_bda."))
+    is_frozen_attention = "attention" in optimizer.frozen and in_attention_block
+    return bool(in_layer) and (is_frozen_attention or layer < optimizer.frozen_layers)
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -540,9 +548,9 @@ TE_ALIASES = {
 def get_table_name(name: str) -> str:
     """Return a Megatron parameter's name in the tables, for any wrapper and layer spec."""
     name = re.sub(r"^(module\.)+", "", name)
-    for alias, ours in TE_ALIASES.items():
+    for alias, table_suffix in TE_ALIASES.items():
         if name.endswith("." + alias):
-            return name.removesuffix(alias) + ours
+            return name.removesuffix(alias) + table_suffix
     return re.sub(
         r"\.experts\.(linear_fc[12])\.(weight|lora)\.?(\d+)", r".experts.local_experts.\3.\1.\2", name
     )
@@ -573,10 +581,10 @@ def get_family(hf_config: Mapping[str, Any]) -> Family:
         raise _bad("architectures", f"must be a list of names (got {architectures!r})")
     if architectures[0] not in heads:
         raise _bad("architectures", f"{architectures[0]!r} is not supported (known: {', '.join(heads)})")
-    for key, value in family.requires:
-        found = hf_config.get(key)
-        if found is not None and found != value:
-            raise _bad(key, f"{found!r} is not supported for {model_type} (only {value!r} is)")
+    for key, required_value in family.requires:
+        value = hf_config.get(key)
+        if value is not None and value != required_value:
+            raise _bad(key, f"{value!r} is not supported for {model_type} (only {required_value!r} is)")
     layer = tuple(pair for pair in family.layer if not pair.switch or is_on(pair.switch, hf_config))
     return family if layer == family.layer else replace(family, layer=layer)
 
@@ -611,86 +619,96 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         remedy = f"remove the key if the model is a plain {hf_config.get('model_type')}"
         raise _bad("auto_map", f"asks for code that lies in the folder, which is never run ({remedy})")
     family, sizes = get_family(hf_config), Sizes.from_config(hf_config)
-    for key, (fits, meant, may_be_null) in VALUES.items():
+    for key, (check, description, nullable) in VALUES.items():
         value = hf_config.get(key)
         if key == "layer_types" and family.is_linear:
             continue
-        if key in hf_config and not (fits(value) or (value is None and may_be_null)):
-            raise _bad(key, f"must be {meant} (got {_short(value)})")
+        if key in hf_config and not (check(value) or (value is None and nullable)):
+            raise _bad(key, f"must be {description} (got {_short(value)})")
     if family.is_latent:
         _check_latent(hf_config, sizes)
     elif sizes.head_dim % 2:
         raise _bad("head_dim", f"must be even for rotary embeddings (got {sizes.head_dim})")
-    if (quantised := hf_config.get("quantization_config")) is not None:
-        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    if (quantization := hf_config.get("quantization_config")) is not None:
+        quant_method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         remedy = "convert its weights to bf16, and remove the key"
-        raise _bad("quantization_config", f"a quantised folder ({_short(kind)}) is not read ({remedy})")
+        raise _bad(
+            "quantization_config", f"a quantised folder ({_short(quant_method)}) is not read ({remedy})"
+        )
     pad = hf_config.get("pad_token_id")
     if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
         raise _bad("pad_token_id", f"is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
-    active: Any = hf_config.get("num_experts_per_tok")
-    if family.is_moe and not (_is_count(active) and active <= sizes.experts):
-        raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(active)})")
+    top_k: Any = hf_config.get("num_experts_per_tok")
+    if family.is_moe and not (_is_count(top_k) and top_k <= sizes.experts):
+        raise _bad("num_experts_per_tok", f"must be 1 to {sizes.experts}, the experts (got {_short(top_k)})")
     if family.has("router.expert_bias"):
-        _check_groups(hf_config, sizes, active)
+        _check_groups(hf_config, sizes, top_k)
     _check_partial_rotary(family, sizes, "", hf_config)
     for key in ("rope_scaling", "rope_parameters"):
         _check_rope(family, sizes, key, hf_config.get(key) or {})
 
 
 def _check_rope(family: Family, sizes: Sizes, key: str, rope: Mapping[str, Any]) -> None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if str(kind) not in ROPE_NEEDS:
-        raise _bad(f"{key}.rope_type", f"{_short(kind)} is not known (known: {', '.join(ROPE_NEEDS)})")
-    for name in ROPE_NEEDS[str(kind)]:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if str(rope_type) not in ROPE_NEEDS:
+        raise _bad(f"{key}.rope_type", f"{_short(rope_type)} is not known (known: {', '.join(ROPE_NEEDS)})")
+    for name in ROPE_NEEDS[str(rope_type)]:
         if name not in rope:
-            raise _bad(f"{key}.{name}", f"is missing, and rope_type {kind} needs it")
+            raise _bad(f"{key}.{name}", f"is missing, and rope_type {rope_type} needs it")
     for name, value in rope.items():
         if name in ROPE_NUMBERS and not _is_positive(value):
             raise _bad(f"{key}.{name}", f"must be a number > 0 (got {_short(value)})")
         if isinstance(value, Mapping):
             raise _bad(f"{key}.{name}", f"{_short(value)} is not supported (all layers share one setting)")
     _check_partial_rotary(family, sizes, f"{key}.", rope)
-    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+    if rope_type == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         low = _short(rope["low_freq_factor"])
         raise _bad(f"{key}.low_freq_factor", f"must be below high_freq_factor (got {low})")
 
 
 def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int) -> frozenset[int]:
     """Without `layer_types`, every `interval`-th layer has full attention."""
-    kinds, known = hf_config.get("layer_types"), ("full_attention", "linear_attention")
-    if kinds is None:
-        kinds = [known[(layer + 1) % interval > 0] for layer in range(layers)]
-    if not (isinstance(kinds, list) and len(kinds) == layers and all(kind in known for kind in kinds)):
-        what = f"must be a list of {layers}, each of them {known[0]} or {known[1]}"
-        raise _bad("layer_types", f"{what} (got {_short(kinds)})")
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind == known[1])
+    layer_types, known_types = hf_config.get("layer_types"), ("full_attention", "linear_attention")
+    if layer_types is None:
+        layer_types = [known_types[(layer + 1) % interval > 0] for layer in range(layers)]
+    if not (
+        isinstance(layer_types, list)
+        and len(layer_types) == layers
+        and all(layer_type in known_types for layer_type in layer_types)
+    ):
+        what = f"must be a list of {layers}, each of them {known_types[0]} or {known_types[1]}"
+        raise _bad("layer_types", f"{what} (got {_short(layer_types)})")
+    return frozenset(layer for layer, layer_type in enumerate(layer_types) if layer_type == known_types[1])
 
 
 def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mapping[str, Any]) -> None:
-    share = keys.get("partial_rotary_factor")
-    if share is None or share == 1:
+    factor = keys.get("partial_rotary_factor")
+    if factor is None or factor == 1:
         return
     key = f"{place}partial_rotary_factor"
     if not family.partial_rotary:
-        raise _bad(key, f"must be 1, as heads are rotated whole (got {_short(share)})")
-    if not (_is_positive(share) and share < 1 and sizes.head_dim * share % 2 == 0):
+        raise _bad(key, f"must be 1, as heads are rotated whole (got {_short(factor)})")
+    if not (_is_positive(factor) and factor < 1 and sizes.head_dim * factor % 2 == 0):
         what = f"must leave an even number of a head's {sizes.head_dim} to be rotated"
-        raise _bad(key, f"{what} (got {_short(share)})")
+        raise _bad(key, f"{what} (got {_short(factor)})")
 
 
 def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
-    rotated, given, value = sizes.latent - sizes.kv_rank, hf_config.get("head_dim"), sizes.out // sizes.heads
-    if rotated % 2:
-        raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rotated})")
-    if given not in (None, rotated):
-        what = f"must be qk_rope_head_dim = {rotated}, by which transformers rotates, or be left out"
-        raise _bad("head_dim", f"{what} (got {_short(given)})")
+    rope_dim, head_dim, value_dim = (
+        sizes.latent - sizes.kv_rank,
+        hf_config.get("head_dim"),
+        sizes.out // sizes.heads,
+    )
+    if rope_dim % 2:
+        raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rope_dim})")
+    if head_dim not in (None, rope_dim):
+        what = f"must be qk_rope_head_dim = {rope_dim}, by which transformers rotates, or be left out"
+        raise _bad("head_dim", f"{what} (got {_short(head_dim)})")
     if sizes.kv_heads != sizes.heads:
         what = f"must be num_attention_heads = {sizes.heads}, as each has keys of its own"
         raise _bad("num_key_value_heads", f"{what} (got {sizes.kv_heads})")
-    if value > sizes.head_dim:
-        raise _bad("v_head_dim", f"must be at most {sizes.head_dim}, the width of a key (got {value})")
+    if value_dim > sizes.head_dim:
+        raise _bad("v_head_dim", f"must be at most {sizes.head_dim}, the width of a key (got {value_dim})")
 
 
 def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> None:
@@ -698,14 +716,14 @@ def _check_groups(hf_config: Mapping[str, Any], sizes: Sizes, active: int) -> No
 
     transformers and SGLang score a group by its best two experts, Megatron by its best
     `num_experts_per_tok / topk_group`, so this must be 2."""
-    groups, chosen = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
+    groups, top_groups = (hf_config.get(key, 1) for key in ("n_group", "topk_group"))
     if not (_is_count(groups) and sizes.experts % groups == 0):
         raise _bad("n_group", f"must divide the {sizes.experts} experts (got {_short(groups)})")
-    if not (_is_count(chosen) and chosen <= groups):
-        raise _bad("topk_group", f"must be 1 to {groups}, the groups (got {_short(chosen)})")
-    if groups > 1 and (active != 2 * chosen or sizes.experts < 2 * groups):
+    if not (_is_count(top_groups) and top_groups <= groups):
+        raise _bad("topk_group", f"must be 1 to {groups}, the groups (got {_short(top_groups)})")
+    if groups > 1 and (active != 2 * top_groups or sizes.experts < 2 * groups):
         what = f"with {groups} groups num_experts_per_tok must be 2 for each that is chosen"
-        raise _bad("topk_group", f"{what}, and a group have 2 experts (got {chosen} and {active})")
+        raise _bad("topk_group", f"{what}, and a group have 2 experts (got {top_groups} and {active})")
 
 
 def _is_positive(value: Any) -> bool:
@@ -717,7 +735,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_full_attention(value: Any) -> bool:
-    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return isinstance(value, list) and all(layer_type == "full_attention" for layer_type in value)
 
 
 # Optional keys: (check, description, nullable).

@@ -61,18 +61,18 @@ class Header:
         version = self._number("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not read")
-        tensors, keys = self._number("Q"), self._number("Q")
-        if tensors > MAX_TENSORS or keys > MAX_KEYS:
-            raise ValueError(f"declares {tensors:,} tensors and {keys:,} keys")
-        values = [(self._text(), self._value(self._number("I"))) for _ in range(keys)]
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
+            raise ValueError(f"declares {num_tensors:,} tensors and {num_keys:,} keys")
+        values = [(self._text(), self._value(self._number("I"))) for _ in range(num_keys)]
         self.values = {name: value for name, value in values if value is not None}
-        places = [self._place(gguf) for _ in range(tensors)]
+        tensor_infos = [self._place(gguf) for _ in range(num_tensors)]
         alignment = self.values.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment: {alignment}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {}
-        for name, shape, kind, offset in places:
+        for name, shape, kind, offset in tensor_infos:
             rows = gguf.quant_shape_to_byte_shape(shape, kind)
             self._at = start + offset
             self.tensors[name] = StoredTensor(name, shape, kind, self._take(prod(rows)).reshape(rows))
@@ -155,19 +155,19 @@ class GGUFFile(ModelFolder):
     def read(self, name: str, box: Box) -> Tensor:
         """Return float32."""
         stored_name, expert = self._names[name]
-        stored = self._tensors[stored_name]
-        data = stored.data if expert is None else stored.data[expert]
+        tensor = self._tensors[stored_name]
+        data = tensor.data if expert is None else tensor.data[expert]
         rows = torch.arange(*box[0])
-        kind = name.removesuffix(".weight").rpartition(".")[2]
-        if heads := self._heads.get(kind):
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if heads := self._heads.get(projection):
             # A head's row (half, i) in Hugging Face is (i, half) here.
             half = self.shapes[name][0] // heads // 2
-            head, rest = rows // (2 * half), rows % (2 * half)
-            rows = head * 2 * half + rest % half * 2 + rest // half
+            head_index, row_in_head = rows // (2 * half), rows % (2 * half)
+            rows = head_index * 2 * half + row_in_head % half * 2 + row_in_head // half
         if len(box) == 1:
-            values = self._gguf.dequantize(data, stored.kind)[rows.numpy()]
+            values = self._gguf.dequantize(data, tensor.kind)[rows.numpy()]
         else:
-            values = self._gguf.dequantize(data[rows.numpy()], stored.kind)
+            values = self._gguf.dequantize(data[rows.numpy()], tensor.kind)
         return (
             torch.from_numpy(values).float()[(slice(None), *(slice(*side) for side in box[1:]))].contiguous()
         )
@@ -189,51 +189,53 @@ class GGUFFile(ModelFolder):
 
     def _known_architecture(self) -> str:
         """Return the architecture, or raise CheckpointError if unsupported."""
-        name = self._value("general.architecture")
-        if name not in INTERLEAVED:
+        architecture = self._value("general.architecture")
+        if architecture not in INTERLEAVED:
             known = ", ".join(INTERLEAVED)
-            raise CheckpointError(f"{self.path}: general.architecture: {name!r} is not read (known: {known})")
+            raise CheckpointError(
+                f"{self.path}: general.architecture: {architecture!r} is not read (known: {known})"
+            )
         if self._value("split.count", 1) > 1:
             remedy = "join its parts with llama-gguf-split --merge"
             raise CheckpointError(f"{self.path}: split.count: is one of several parts ({remedy})")
-        kind = self._value(f"{name}.rope.scaling.type", "none")
-        if kind != "none":
-            where = f"{self.path}: {name}.rope.scaling.type"
-            raise CheckpointError(f"{where}: {kind!r} is not read (only files without it)")
-        window = self._value(f"{name}.attention.sliding_window", 0)
+        rope_scaling = self._value(f"{architecture}.rope.scaling.type", "none")
+        if rope_scaling != "none":
+            where = f"{self.path}: {architecture}.rope.scaling.type"
+            raise CheckpointError(f"{where}: {rope_scaling!r} is not read (only files without it)")
+        window = self._value(f"{architecture}.attention.sliding_window", 0)
         if window:
-            where = f"{self.path}: {name}.attention.sliding_window"
+            where = f"{self.path}: {architecture}.attention.sliding_window"
             raise CheckpointError(f"{where}: {window} is not supported (only full attention is)")
-        return name
+        return architecture
 
     def _read_config(self) -> dict[str, Any]:
         """Correct and check transformers' config."""
         from transformers import AutoConfig
 
         with self._convert_errors("configuration"):
-            made = AutoConfig.from_pretrained(
+            gguf_config = AutoConfig.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
             ).to_diff_dict()
-        config = {key: value for key, value in made.items() if not key.startswith("_")}
+        config = {key: value for key, value in gguf_config.items() if not key.startswith("_")}
         # transformers ignores these keys for some architectures.
-        for key, theirs in (
+        for key, gguf_key in (
             ("head_dim", "attention.key_length"),
             ("moe_intermediate_size", "expert_feed_forward_length"),
         ):
-            if (size := self._value(f"{self.architecture}.{theirs}")) is not None:
+            if (size := self._value(f"{self.architecture}.{gguf_key}")) is not None:
                 config[key] = size
         # Restore Hugging Face's short decimal from float32.
-        config["rms_norm_eps"] = float(f"{made['rms_norm_eps']:.7g}")
+        config["rms_norm_eps"] = float(f"{gguf_config['rms_norm_eps']:.7g}")
         config["tie_word_embeddings"] = "output.weight" not in self._header.tensors
         if rope := self._scaled_rope(config):
             config["rope_parameters"] = rope
         with TemporaryDirectory() as folder:
             write_json(Path(folder) / "config.json", config)
             try:
-                checked = read_config(Path(folder))
+                checked_config = read_config(Path(folder))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {str(error).removeprefix(folder).lstrip('/')}") from None
-        return export_config({**checked, "dtype": "float32"}, False, None)
+        return export_config({**checked_config, "dtype": "float32"}, False, None)
 
     def _scaled_rope(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return llama3's rope parameters, which transformers ignores, if the file has factors.
@@ -242,22 +244,22 @@ class GGUFFile(ModelFolder):
         factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
-        found = torch.tensor(self._gguf.dequantize(factors.data, factors.kind)).float()
+        divisors = torch.tensor(self._gguf.dequantize(factors.data, factors.kind)).float()
         low, high, positions = 1.0, 4.0, 8192
         rope = dict(config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)})
-        wavelength = 2 * pi * rope["rope_theta"] ** (torch.arange(len(found)) / len(found))
-        factor = float(found.max())
+        wavelength = 2 * pi * rope["rope_theta"] ** (torch.arange(len(divisors)) / len(divisors))
+        factor = float(divisors.max())
         smooth = (positions / wavelength - low) / (high - low)
-        expected = torch.where(
+        expected_divisors = torch.where(
             wavelength < positions / high,
-            torch.ones_like(found),
+            torch.ones_like(divisors),
             torch.where(
                 wavelength > positions / low,
-                torch.full_like(found, factor),
+                torch.full_like(divisors, factor),
                 1 / ((1 - smooth) / factor + smooth),
             ),
         )
-        if not torch.allclose(found, expected, rtol=1e-4):
+        if not torch.allclose(divisors, expected_divisors, rtol=1e-4):
             problem = "are not those of llama3's rope scaling (only these are read)"
             raise tensor_error(self.path, ROPE_FACTORS, problem)
         return {
@@ -276,27 +278,31 @@ class GGUFFile(ModelFolder):
         names: dict[str, tuple[str, int | None]] = {}
         for name, shape in self.shapes.items():
             module, _, suffix = name.rpartition(".")
-            expert = EXPERT.fullmatch(module)
-            theirs = table.get_name(f"{expert[1]}.{expert[3]}" if expert else module)
-            stored_name = f"{theirs}.{suffix}"
-            if theirs is None or stored_name not in self._tensors:
-                missing = stored_name if theirs else name
-                raise tensor_error(self.path, missing, f"is missing ({get_family(self.config).prefix})")
-            stored = self._tensors[stored_name].shape
-            if (stored[1:] if expert else stored) != shape or (expert and int(expert[2]) >= stored[0]):
-                raise tensor_error(self.path, stored_name, f"shape {stored}, but the model has {shape}")
-            names[name] = stored_name, int(expert[2]) if expert else None
-        unknown = {*self._tensors} - {stored_name for stored_name, _ in names.values()} - {ROPE_FACTORS}
-        if unknown:
+            expert_match = EXPERT.fullmatch(module)
+            stored_module = table.get_name(f"{expert_match[1]}.{expert_match[3]}" if expert_match else module)
+            stored_name = f"{stored_module}.{suffix}"
+            if stored_module is None or stored_name not in self._tensors:
+                missing_name = stored_name if stored_module else name
+                raise tensor_error(self.path, missing_name, f"is missing ({get_family(self.config).prefix})")
+            stored_shape = self._tensors[stored_name].shape
+            if (stored_shape[1:] if expert_match else stored_shape) != shape or (
+                expert_match and int(expert_match[2]) >= stored_shape[0]
+            ):
+                raise tensor_error(self.path, stored_name, f"shape {stored_shape}, but the model has {shape}")
+            names[name] = stored_name, int(expert_match[2]) if expert_match else None
+        unknown_names = {*self._tensors} - {stored_name for stored_name, _ in names.values()} - {ROPE_FACTORS}
+        if unknown_names:
             family = self.config["model_type"]
-            raise tensor_error(self.path, min(unknown), f"a {family} model has no such tensor")
+            raise tensor_error(self.path, min(unknown_names), f"a {family} model has no such tensor")
         for tensor in {t.kind: t for t in self._tensors.values()}.values():
-            first = tensor.data.reshape(-1, tensor.data.shape[-1])[:1]
+            first_row = tensor.data.reshape(-1, tensor.data.shape[-1])[:1]
             try:
-                self._gguf.dequantize(first, tensor.kind)
+                self._gguf.dequantize(first_row, tensor.kind)
             except NotImplementedError:
-                kind = tensor.kind.name
-                raise tensor_error(self.path, tensor.name, f"quantisation {kind} is not read") from None
+                quantization = tensor.kind.name
+                raise tensor_error(
+                    self.path, tensor.name, f"quantisation {quantization} is not read"
+                ) from None
         return names
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -333,9 +339,9 @@ def gguf_to_hf(
 
     dtype: of every tensor"""
     model = GGUFFile(source)
-    kinds = dict.fromkeys(model.shapes, dtype)
-    with TemporaryDirectory() as carried:
-        model.save_tokenizer(Path(carried))
+    dtypes = dict.fromkeys(model.shapes, dtype)
+    with TemporaryDirectory() as carried_folder:
+        model.save_tokenizer(Path(carried_folder))
         config = export_config(model.config, False, dtype)
-        write_json(Path(carried) / "config.json", config)
-        return write_hf(model, out, kinds, config, Path(carried), max_shard_bytes, verify, watch)
+        write_json(Path(carried_folder) / "config.json", config)
+        return write_hf(model, out, dtypes, config, Path(carried_folder), max_shard_bytes, verify, watch)

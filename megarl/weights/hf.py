@@ -126,26 +126,29 @@ class HFFolder(ModelFolder):
                 raise CheckpointError(f"{self.path}: {problem}")
             return _read_header(self.path / SINGLE)
         weight_map: Any = read_json(index).get("weight_map", {})
-        names = weight_map.values() if isinstance(weight_map, dict) else ()
-        if not names or not all(isinstance(file, str) for file in names):
+        file_names = weight_map.values() if isinstance(weight_map, dict) else ()
+        if not file_names or not all(isinstance(file, str) for file in file_names):
             raise CheckpointError(f"{index}: weight_map is missing or empty, or does not name files")
-        for file in names:
+        for file in file_names:
             if Path(file).is_absolute() or ".." in Path(file).parts or "\0" in file:
                 raise CheckpointError(f"{index}: names {file!r}, which lies outside the folder")
-        headers = {file: _read_header(self.path / file) for file in sorted(set(names))}
+        headers = {file: _read_header(self.path / file) for file in sorted(set(file_names))}
         for name, file in weight_map.items():
             if name not in headers[file]:
                 raise tensor_error(index, name, f"is in {file} by the index, but that file does not have it")
-        known = {*weight_map, *self.shapes}
-        unlisted = {
-            name: entry for file in headers.values() for name, entry in file.items() if name not in known
+        listed_names = {*weight_map, *self.shapes}
+        unlisted_entries = {
+            name: entry
+            for file in headers.values()
+            for name, entry in file.items()
+            if name not in listed_names
         }
-        return unlisted | {name: headers[file][name] for name, file in weight_map.items()}
+        return unlisted_entries | {name: headers[file][name] for name, file in weight_map.items()}
 
     def _check(self, critic: bool) -> None:
         shapes = dict(self.shapes)
-        tied = is_tied(self.config) and not critic and OUTPUT_NAME in self._entries
-        if tied:
+        stores_tied_output = is_tied(self.config) and not critic and OUTPUT_NAME in self._entries
+        if stores_tied_output:
             shapes[OUTPUT_NAME] = shapes[EMBEDDING_NAME]
         for name, shape in shapes.items():
             entry = self._entries.get(name)
@@ -167,7 +170,7 @@ class HFFolder(ModelFolder):
                 raise tensor_error(
                     entry.path, name, f"a {self.config['model_type']} model has no such tensor"
                 )
-        if tied:
+        if stores_tied_output:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
             problem = "is not zero, but the value head has no bias that could take it"
@@ -177,9 +180,9 @@ class HFFolder(ModelFolder):
         """Return whether a layer is for multi-token prediction, which is ignored."""
         if name.startswith("mtp.") and get_family(self.config).is_linear:
             return True
-        layers, found = int(self.config["num_hidden_layers"]), LAYER.match(name)
-        beyond = self.config.get("num_nextn_predict_layers") or 0
-        return found is not None and layers <= int(found[1]) < layers + beyond
+        layers, layer_match = int(self.config["num_hidden_layers"]), LAYER.match(name)
+        extra_layers = self.config.get("num_nextn_predict_layers") or 0
+        return layer_match is not None and layers <= int(layer_match[1]) < layers + extra_layers
 
 
 def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
@@ -188,16 +191,18 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
     Qwen3.5, and transformers 5 without `save_original_format`, stack mixtures."""
     unstacked: dict[str, _Entry] = {}
     for name, entry in entries.items():
-        stacked = STACKED.fullmatch(name)
-        parts = ("gate_proj", "up_proj") if stacked and stacked[2] == "gate_up_proj" else ("down_proj",)
-        if stacked is None or len(entry.shape) != 3 or entry.shape[1] % len(parts):
+        stack_match = STACKED.fullmatch(name)
+        parts = (
+            ("gate_proj", "up_proj") if stack_match and stack_match[2] == "gate_up_proj" else ("down_proj",)
+        )
+        if stack_match is None or len(entry.shape) != 3 or entry.shape[1] % len(parts):
             unstacked[name] = entry
             continue
         experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
         size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
-        for number, (expert, part) in enumerate(product(range(experts), parts)):
-            unstacked[f"{stacked[1]}.{expert}.{part}.weight"] = entry._replace(
-                offset=entry.offset + number * size, shape=(rows, columns)
+        for slice_index, (expert, part) in enumerate(product(range(experts), parts)):
+            unstacked[f"{stack_match[1]}.{expert}.{part}.weight"] = entry._replace(
+                offset=entry.offset + slice_index * size, shape=(rows, columns)
             )
     return unstacked
 
@@ -245,11 +250,13 @@ def load_into(tensors: Mapping[str, Tensor], shards: Shards, folder: ModelFolder
         for region in shard.regions:
             values = folder.read(region.hf_name, region.hf_box)
             if not _is_finite(values):
-                parts = folder.files(region.hf_name)
-                bad = (path for path, box in parts if not _is_finite(folder.read(region.hf_name, box)))
+                files = folder.files(region.hf_name)
+                damaged_files = (
+                    path for path, box in files if not _is_finite(folder.read(region.hf_name, box))
+                )
                 remedy = "the file is damaged, or what wrote it had diverged: take another"
                 problem = f"holds numbers that are NaN or infinite ({remedy})"
-                raise tensor_error(next(bad, parts[0][0]), region.hf_name, problem)
+                raise tensor_error(next(damaged_files, files[0][0]), region.hf_name, problem)
             view(tensor, region.local_box).copy_(values)
         for box in shard.padding:
             view(tensor, box).zero_()

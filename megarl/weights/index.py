@@ -64,10 +64,10 @@ class _Allowlist(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._allowed and not (module == "torch" and DTYPE.fullmatch(name)):
             raise pickle.UnpicklingError(f"{module}.{name} has no business there")
-        found = super().find_class(module, name)
-        if isinstance(found, type):
-            self._classes.setdefault(found, dict(vars(found)))
-        return found
+        obj = super().find_class(module, name)
+        if isinstance(obj, type):
+            self._classes.setdefault(obj, dict(vars(obj)))
+        return obj
 
     def load(self) -> Any:
         """Unpickle. Raises UnpicklingError if the pickle sets an attribute of a class.
@@ -76,20 +76,22 @@ class _Allowlist(pickle.Unpickler):
         try:
             return super().load()
         finally:
-            changed = [_restore(found, before) for found, before in self._classes.items()]
-            if any(changed):
+            changes = [_restore(cls, attributes) for cls, attributes in self._classes.items()]
+            if any(changes):
                 raise pickle.UnpicklingError("it changes a class")
 
 
 def _restore(found: type, before: dict[str, Any]) -> bool:
-    now = dict(vars(found))
-    changed = [name for name in {*now, *before} if now.get(name, found) is not before.get(name, found)]
-    for name in changed:
+    attributes = dict(vars(found))
+    changed_names = [
+        name for name in {*attributes, *before} if attributes.get(name, found) is not before.get(name, found)
+    ]
+    for name in changed_names:
         if name in before:
             setattr(found, name, before[name])
         else:
             delattr(found, name)
-    return bool(changed)
+    return bool(changed_names)
 
 
 class _Recipe:
@@ -141,8 +143,12 @@ def read_index(folder: Path) -> Metadata:
         if not _is_index(index):
             raise ValueError("its parts have other types")
         for name in {info.relative_path for info in index.storage_data.values()}:
-            plain = PurePosixPath(name)
-            if plain.is_absolute() or ".." in plain.parts or not is_inside(folder / name, folder):
+            relative_path = PurePosixPath(name)
+            if (
+                relative_path.is_absolute()
+                or ".." in relative_path.parts
+                or not is_inside(folder / name, folder)
+            ):
                 raise CheckpointError(f"{path}: names {name!r}, which lies outside the folder")
     return cast(Metadata, index)
 
@@ -210,15 +216,17 @@ def read_history(folder: Path, index: Metadata, key: str) -> dict[str, Any] | No
         raise CheckpointError(f"{folder / METADATA}: {key}: is not in the checkpoint")
     path = folder / info.relative_path
     with _convert_errors(path, f"{key}: not a history of delayed scaling"), open_regular(path) as file:
-        part = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
-        (state,) = torch.load(part, map_location="cpu", weights_only=True)
+        state_file = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+        (state,) = torch.load(state_file, map_location="cpu", weights_only=True)
         if state is None or state.numel() == 0:
             return None
         history = _History(BytesIO(state.numpy().tobytes())).load()
-        numbers = history["extra_fp8_variables"].items()
+        variables = history["extra_fp8_variables"].items()
         return {
             **{name: value for name, value in history.items() if isinstance(value, torch.Tensor)},
             "extra_fp8_variables": {
-                name: value for name, value in numbers if isinstance(value, int | float | str | tuple | list)
+                name: value
+                for name, value in variables
+                if isinstance(value, int | float | str | tuple | list)
             },
         }

@@ -90,12 +90,16 @@ def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[s
     (less a suffix such as -Instruct)."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
-    wanted = path.name if name is None else name
-    matches = [known for known in KNOWN_MODELS if f"{wanted}-".lower().startswith(f"{known}-".lower())]
+    model_name = path.name if name is None else name
+    matches = [
+        known_name
+        for known_name in KNOWN_MODELS
+        if f"{model_name}-".lower().startswith(f"{known_name}-".lower())
+    ]
     if not matches:
         key = f"--model: {name!r}"
         if name is None:
-            key = f"model.path: {path}: no config.json there, and {wanted!r}"
+            key = f"model.path: {path}: no config.json there, and {model_name!r}"
         raise ConfigError(f"{key} is not a known model (known: {', '.join(KNOWN_MODELS)})")
     longest = max(matches, key=len)
     return f"the known sizes of {longest}", KNOWN_MODELS[longest]

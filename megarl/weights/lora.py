@@ -47,18 +47,18 @@ class Merged:
     def read(self, box: Box) -> Tensor:
         """Compute a copy of a box, in strips of about CHUNK elements."""
         out = view(self.weight, box).clone()
-        for place, a, b in self.parts:
-            common = intersect(place, box)
-            if common is None:
+        for part_box, a, b in self.parts:
+            overlap = intersect(part_box, box)
+            if overlap is None:
                 continue
-            (top, bottom), columns = shift(common, place, full_box((len(b), a.shape[1])))
+            (top, bottom), columns = shift(overlap, part_box, full_box((len(b), a.shape[1])))
             a = view(a, (full_box(a.shape)[0], columns)).float()
-            into = view(out, shift(common, box, full_box(tuple(out.shape))))
+            target = view(out, shift(overlap, box, full_box(tuple(out.shape))))
             height = max(1, CHUNK // a.shape[1])
-            for first in range(top, bottom, height):
-                last = min(first + height, bottom)
-                strip = into[first - top : last - top]
-                strip.copy_(torch.addmm(strip.float(), b.detach()[first:last].float(), a, alpha=self.scale))
+            for start in range(top, bottom, height):
+                stop = min(start + height, bottom)
+                strip = target[start - top : stop - top]
+                strip.copy_(torch.addmm(strip.float(), b.detach()[start:stop].float(), a, alpha=self.scale))
         return out
 
 
@@ -85,25 +85,31 @@ def merged(
     sources: dict[str, Source] = {**model_weights(tensors)}
     if lora.rank is None:
         return sources
-    named = rename_to_table(tensors)
+    named_tensors = rename_to_table(tensors)
     weights = megatron_layout(hf_config, layout, critic=critic)[rank][1]
-    halves = megatron_layout(hf_config, layout, lora=lora)[rank][1]
+    adapter_shards = megatron_layout(hf_config, layout, lora=lora)[rank][1]
 
-    def part(name: str, region: Region, axis: int) -> Tensor:
-        wanted = region.hf_box[axis]
-        for own in halves[name].regions:
-            hf, local = own.hf_box[axis], own.local_box[axis]
-            if hf[0] <= wanted[0] and wanted[1] <= hf[1]:
-                start = local[0] + wanted[0] - hf[0]
-                return named[name].detach().narrow(axis, start, wanted[1] - wanted[0])
-        raise ValueError(f"{name}: rank {rank} does not hold {wanted} of {region.hf_name}")
+    def slice_adapter(name: str, region: Region, axis: int) -> Tensor:
+        bounds = region.hf_box[axis]
+        for adapter_region in adapter_shards[name].regions:
+            hf_bounds, local_bounds = adapter_region.hf_box[axis], adapter_region.local_box[axis]
+            if hf_bounds[0] <= bounds[0] and bounds[1] <= hf_bounds[1]:
+                start = local_bounds[0] + bounds[0] - hf_bounds[0]
+                return named_tensors[name].detach().narrow(axis, start, bounds[1] - bounds[0])
+        raise ValueError(f"{name}: rank {rank} does not hold {bounds} of {region.hf_name}")
 
     for name, shard in weights.items():
         parts: list[tuple[Box, Tensor, Tensor]] = []
         for region in shard.regions:
-            half = f"{name.removesuffix('weight')}lora.{region.hf_name.split('.')[-2]}"
-            if f"{half}_a" in halves:
-                parts.append((region.local_box, part(f"{half}_a", region, 1), part(f"{half}_b", region, 0)))
+            adapter_name = f"{name.removesuffix('weight')}lora.{region.hf_name.split('.')[-2]}"
+            if f"{adapter_name}_a" in adapter_shards:
+                parts.append(
+                    (
+                        region.local_box,
+                        slice_adapter(f"{adapter_name}_a", region, 1),
+                        slice_adapter(f"{adapter_name}_b", region, 0),
+                    )
+                )
         if parts:
-            sources[name] = Merged(named[name], parts, lora.scale)
+            sources[name] = Merged(named_tensors[name], parts, lora.scale)
     return sources

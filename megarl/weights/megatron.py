@@ -78,9 +78,9 @@ def list_keys(pair: Pair, layer: int | None = None) -> tuple[str, ...]:
     Layer specs have two names for norms that Transformer Engine may fuse."""
     name = pair.megatron.replace("{l}.", "" if layer is None else f"{layer}.")
     name = name.replace("local_experts.{e}", "experts")
-    for alias, ours in TE_ALIASES.items():
-        if name.endswith("." + ours) and not pair.unfused:
-            return name.removesuffix(ours) + alias, name
+    for alias, table_suffix in TE_ALIASES.items():
+        if name.endswith("." + table_suffix) and not pair.unfused:
+            return name.removesuffix(table_suffix) + alias, name
     return (name,)
 
 
@@ -94,12 +94,12 @@ def _select_leading(pair: Pair, sizes: Sizes, layer: int, expert: int) -> Shape:
 
 
 def _compute_key_shape(pair: Pair, sizes: Sizes, tp: int) -> Shape:
-    rows, *rest = sizes.shape(pair.hf[0][1])
+    rows, *trailing_dims = sizes.shape(pair.hf[0][1])
     if pair.operation == "vocabulary":
         rows = padded_vocab(rows, tp)
     else:
         rows = sum(sizes.shape(dims)[0] for _, dims in pair.hf)
-    return (*_select_leading(pair, sizes, sizes.layers, sizes.experts), rows, *rest)
+    return (*_select_leading(pair, sizes, sizes.layers, sizes.experts), rows, *trailing_dims)
 
 
 # Reading
@@ -128,8 +128,12 @@ class MegatronFolder(ModelFolder):
         if not (self.path / METADATA).is_file():
             expected = "the folder of a Megatron distributed checkpoint in torch_dist format is expected"
             raise CheckpointError(f"{self.path}: no {METADATA} ({expected})")
-        metadata, kind = read_index(self.path), dcp.TensorStorageMetadata
-        self._keys = {key: e for key, e in metadata.state_dict_metadata.items() if isinstance(e, kind)}
+        metadata, tensor_type = read_index(self.path), dcp.TensorStorageMetadata
+        self._keys = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, tensor_type)
+        }
         self._storage: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data or {}
         self._chunks: dict[dcp.MetadataIndex, FileTensor] = {}
         self.critic = VALUE_HEAD.megatron in self._keys if critic is None else critic
@@ -151,33 +155,35 @@ class MegatronFolder(ModelFolder):
     def read(self, name: str, box: Box) -> Tensor:
         dtype = self.dtype(name)
         out = torch.empty([stop - start for start, stop in box], dtype=dtype)
-        for index, src, dst in self._pieces[name]:
-            common = intersect(dst, box)
-            if common is None:
+        for chunk_index, src, dst in self._pieces[name]:
+            overlap = intersect(dst, box)
+            if overlap is None:
                 continue
-            chunk = self._chunk(index, name)
+            chunk = self._chunk(chunk_index, name)
             check_dtype(chunk.dtype, dtype, chunk.path, name)
-            lead = len(src) - len(dst)
-            part = (*src[:lead], *shift(common, dst, src[lead:]))
-            target = view(out, shift(common, box, full_box(tuple(out.shape))))
-            if target.is_contiguous():
-                chunk.read(part, name, target)
+            num_leading = len(src) - len(dst)
+            chunk_box = (*src[:num_leading], *shift(overlap, dst, src[num_leading:]))
+            out_view = view(out, shift(overlap, box, full_box(tuple(out.shape))))
+            if out_view.is_contiguous():
+                chunk.read(chunk_box, name, out_view)
             else:
-                target.copy_(chunk.read(part, name).view(target.shape))
+                out_view.copy_(chunk.read(chunk_box, name).view(out_view.shape))
         return out
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
         """Return parameter and layer by key. Raises CheckpointError if keys do not fit."""
-        sizes, where = Sizes.from_config(self.config), self.path / METADATA
+        sizes, metadata_path = Sizes.from_config(self.config), self.path / METADATA
         pairs: dict[str, tuple[Pair, int | None]] = {}
-        known = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
-        whole = whole_model(self.config, critic=self.critic)
-        wanted = dict.fromkeys((pair, _get_key_layer(sizes, layer)) for pair, layer, _ in whole)
+        known_keys = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
+        model_parameters = whole_model(self.config, critic=self.critic)
+        required_pairs = dict.fromkeys(
+            (pair, _get_key_layer(sizes, layer)) for pair, layer, _ in model_parameters
+        )
         if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
-            wanted[OUTPUT, None] = None  # for `_check_tied`
-        for pair, layer in wanted:
-            names = list_keys(pair, layer)
-            key = next((name for name in names if name in self._keys), None)
+            required_pairs[OUTPUT, None] = None  # for `_check_tied`
+        for pair, layer in required_pairs:
+            possible_keys = list_keys(pair, layer)
+            key = next((name for name in possible_keys if name in self._keys), None)
             if key is None and pair is VALUE_HEAD:
                 continue
             if key is None and any(".lora." in key for key in self._keys):
@@ -185,45 +191,55 @@ class MegatronFolder(ModelFolder):
                 raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
                 problem = "is not in the checkpoint (config.json asks for it)"
-                raise tensor_error(where, names[0], problem)
-            known.update(names)
+                raise tensor_error(metadata_path, possible_keys[0], problem)
+            known_keys.update(possible_keys)
             pairs[key] = pair, layer
-            shape, found = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
-            fits = found == shape
+            shape, stored_shape = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
+            is_valid = stored_shape == shape
             if pair.operation == "vocabulary":  # padding depends on tp
-                fits = len(found) == 2 and found[0] >= shape[0] and found[1:] == shape[1:]
-            if not fits:
-                raise tensor_error(where, key, f"shape {found}, but config.json asks for {shape}")
+                is_valid = (
+                    len(stored_shape) == 2 and stored_shape[0] >= shape[0] and stored_shape[1:] == shape[1:]
+                )
+            if not is_valid:
+                raise tensor_error(
+                    metadata_path, key, f"shape {stored_shape}, but config.json asks for {shape}"
+                )
         for key in self._keys:
-            if key.startswith(MODEL_KEYS) and key not in known:
-                raise tensor_error(where, key, f"a {self.config['model_type']} model has no such tensor")
+            if key.startswith(MODEL_KEYS) and key not in known_keys:
+                raise tensor_error(
+                    metadata_path, key, f"a {self.config['model_type']} model has no such tensor"
+                )
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
         """Add a key's pieces. own: by `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
-        lead = _select_leading(pair, sizes, sizes.layers, sizes.experts)
-        by_place: dict[Shape, list[Box]] = defaultdict(list)
+        leading_shape = _select_leading(pair, sizes, sizes.layers, sizes.experts)
+        boxes_by_position: dict[Shape, list[Box]] = defaultdict(list)
         for chunk in self._keys[key].chunks:
-            box = tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            for place in product(*(range(*ends) for ends in box[: len(lead)])):
-                by_place[place].append(box)
-        for place in product(*map(range, lead)):
-            layer = own if own is not None else place[0] if "{l}" in pair.megatron else 0
-            expert = place[-1] if pair.per_expert else 0
+            box = tuple(
+                (offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            for position in product(*(range(*bounds) for bounds in box[: len(leading_shape)])):
+                boxes_by_position[position].append(box)
+        for position in product(*map(range, leading_shape)):
+            layer = own if own is not None else position[0] if "{l}" in pair.megatron else 0
+            expert = position[-1] if pair.per_expert else 0
             for region in pair_shard(sizes, pair, layer, expert, 1, 0).regions:
-                wanted = (*((index, index + 1) for index in place), *region.local_box)
-                covered, whole = 0, volume(region.hf_box)
-                for box in by_place[place]:
-                    common = intersect(box, wanted)
-                    if common is not None:
+                region_box = (*((index, index + 1) for index in position), *region.local_box)
+                covered_size, region_size = 0, volume(region.hf_box)
+                for box in boxes_by_position[position]:
+                    overlap = intersect(box, region_box)
+                    if overlap is not None:
                         index = dcp.MetadataIndex(key, tuple(start for start, _ in box))
-                        src = shift(common, box, ((0, 0),) * len(box))
-                        dst = shift(common[len(place) :], region.local_box, region.hf_box)
+                        src = shift(overlap, box, ((0, 0),) * len(box))
+                        dst = shift(overlap[len(position) :], region.local_box, region.hf_box)
                         self._pieces[region.hf_name].append(_Piece(index, src, dst))
-                        covered += volume(dst)
-                if covered != whole:
-                    problem = f"the chunks hold {covered} of the {whole} numbers of {region.hf_name}"
+                        covered_size += volume(dst)
+                if covered_size != region_size:
+                    problem = (
+                        f"the chunks hold {covered_size} of the {region_size} numbers of {region.hf_name}"
+                    )
                     raise tensor_error(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
@@ -249,15 +265,15 @@ class MegatronFolder(ModelFolder):
             path, info = self._place(index)
             try:
                 with path.open("rb") as file:
-                    stored = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
-                    tensor = torch.load(stored, map_location="meta", weights_only=True)
+                    chunk_file = cast(IO[bytes], _create_file_view(file, info.offset, info.length))
+                    tensor = torch.load(chunk_file, map_location="meta", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 problem = f"not a chunk that torch.save wrote ({first_line(error)})"
                 raise tensor_error(path, name, problem) from error
-            start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-            if start is None or not tensor.is_contiguous():
+            storage_start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+            if storage_start is None or not tensor.is_contiguous():
                 raise tensor_error(path, name, f"the chunk at byte {info.offset} is not stored row by row")
-            offset = info.offset + start + tensor.storage_offset() * tensor.itemsize
+            offset = info.offset + storage_start + tensor.storage_offset() * tensor.itemsize
             if offset + tensor.nbytes > info.offset + info.length:
                 raise tensor_error(path, name, f"the chunk at byte {info.offset} ends before the tensor does")
             self._chunks[index] = FileTensor(path, offset, tuple(tensor.shape), tensor.dtype)
@@ -298,13 +314,15 @@ class Chunk(NamedTuple):
         extents = tuple(stop - start for start, stop in box)
         tensor = torch.empty(extents, dtype=self.dtype(folder))
         regions = [] if self.hf_name in folder.missing else self.regions
-        inside = [(region, common) for region in regions if (common := intersect(region.local_box, box))]
-        if sum(volume(common) for _, common in inside) < volume(box):
+        region_overlaps = [
+            (region, overlap) for region in regions if (overlap := intersect(region.local_box, box))
+        ]
+        if sum(volume(overlap) for _, overlap in region_overlaps) < volume(box):
             tensor.zero_()
-        for (hf_name, hf_box, local_box), common in inside:
+        for (hf_name, hf_box, local_box), overlap in region_overlaps:
             check_dtype(folder.dtype(hf_name), tensor.dtype, folder.files(hf_name)[0][0], self.hf_name)
-            rows = view(tensor, shift(common, box, full_box(extents)))  # contiguous for whole rows
-            folder.read(hf_name, shift(common, local_box, hf_box), rows)
+            rows = view(tensor, shift(overlap, box, full_box(extents)))  # contiguous for whole rows
+            folder.read(hf_name, shift(overlap, local_box, hf_box), rows)
         return tensor
 
 
@@ -315,15 +333,15 @@ def list_chunks(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, *, critic: bool = False
 ) -> Iterator[Chunk]:
     """Yield a rank's chunks. Only the first stage has tied embeddings."""
-    sizes, place, ep_rank = Sizes.from_config(hf_config), layout.coords(rank), layout.ep_rank(rank)
-    for _, pair, layer, expert in parameters(hf_config, layout, place.pp, ep_rank, critic=critic):
+    sizes, coords, ep_rank = Sizes.from_config(hf_config), layout.coords(rank), layout.ep_rank(rank)
+    for _, pair, layer, expert in parameters(hf_config, layout, coords.pp, ep_rank, critic=critic):
         if pair is TIED_OUTPUT:
             continue
-        tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, place.tp)
+        tp, tp_rank = (1, 0) if pair.per_expert else (layout.tp, coords.tp)
         key = list_keys(pair, _get_key_layer(sizes, layer))[0]
-        size, lead = _compute_key_shape(pair, sizes, tp), _select_leading(pair, sizes, layer, expert)
+        size, leading_index = _compute_key_shape(pair, sizes, tp), _select_leading(pair, sizes, layer, expert)
         shard = pair_shard(sizes, pair, layer, expert, tp, tp_rank)
-        parts, first = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
+        parts, first_row = [(shard.shape, shard.regions, pair.hf[0][0].format(l=layer, e=expert))], 0
         if pair.operation in ("column", "halves"):
             # Megatron stores all ranks' gates, then all up projections.
             parts = []
@@ -334,9 +352,9 @@ def list_chunks(
             offsets = [0] * len(shape)
             if pair.operation != "replicated":
                 axis = 1 if pair.operation == "row" else 0
-                offsets[axis] = first + tp_rank * shape[axis]
-            yield Chunk(key, size, (*lead, *offsets), shape, regions, hf_name)
-            first += tp * shape[0]
+                offsets[axis] = first_row + tp_rank * shape[axis]
+            yield Chunk(key, size, (*leading_index, *offsets), shape, regions, hf_name)
+            first_row += tp * shape[0]
 
 
 class _StreamedTensorFile:
@@ -366,25 +384,25 @@ class _StreamedTensorFile:
 def write_chunks(
     path: Path, chunks: Sequence[Chunk], folder: HFFolder, advance: Callable[[int], None]
 ) -> tuple[Records, str]:
-    """Write a file of chunks by blocks. Return their places and its SHA-256."""
-    checked = torch.serialization.get_crc32_options()
+    """Write a file of chunks by blocks. Return the chunks' storage and the file's SHA-256."""
+    crc_enabled = torch.serialization.get_crc32_options()
     # CRC would dominate the time; SHA-256 is stronger.
     torch.serialization.set_crc32_options(False)
     records: Records = []
     try:
         with HashedFile(path) as file:
             for chunk in chunks:
-                kind, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
+                dtype, nbytes = chunk.dtype(folder), chunk.nbytes(folder)
                 offset, file.writing = file.tell(), chunk.hf_name
                 if nbytes <= SMALL:  # _StreamedTensorFile needs chunks larger than other records
                     target: Any = file
                     tensor = chunk.read(folder, full_box(chunk.shape)).view(chunk.extents)
                     advance(nbytes)
                 else:
-                    boxes = blocks(chunk.shape, kind.itemsize)
+                    boxes = blocks(chunk.shape, dtype.itemsize)
                     data = (as_bytes(chunk.read(folder, box)) for box in boxes)
                     target = _StreamedTensorFile(file, nbytes, data, advance)
-                    tensor = torch.empty(chunk.extents, dtype=kind)
+                    tensor = torch.empty(chunk.extents, dtype=dtype)
                 try:
                     torch.save(tensor, target)
                 except RuntimeError as error:
@@ -393,7 +411,7 @@ def write_chunks(
                 records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
             return records, file.finish()
     finally:
-        torch.serialization.set_crc32_options(checked)
+        torch.serialization.set_crc32_options(crc_enabled)
 
 
 def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
@@ -409,23 +427,29 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
     sizes = Sizes.from_config(model.config)
     if sizes.experts:
         mixtures = dict.fromkeys(_get_key_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
-        keys = [list_keys(pair, layer) for pair in get_family(model.config).layer for layer in mixtures]
-        aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
+        possible_keys = [
+            list_keys(pair, layer) for pair in get_family(model.config).layer for layer in mixtures
+        ]
+        aliases = {
+            names[0]: names for names in possible_keys if names[-1].endswith("pre_mlp_layernorm.weight")
+        }
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
     for chunk, storage in records:
         for key in aliases.get(chunk.key, (chunk.key,)):
             if key not in entries:
-                kind = dcp.TensorProperties(chunk.dtype(model))
-                entries[key] = dcp.TensorStorageMetadata(kind, torch.Size(chunk.size), [])
-            part = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
-            cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(part)
-            results.append(WriteResult(dcp.MetadataIndex(key, part.offsets), storage.length, storage))
+                properties = dcp.TensorProperties(chunk.dtype(model))
+                entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(chunk.size), [])
+            chunk_metadata = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
+            cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(chunk_metadata)
+            results.append(
+                WriteResult(dcp.MetadataIndex(key, chunk_metadata.offsets), storage.length, storage)
+            )
     save([None], folder / EXTRA)
-    nothing = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
+    empty_state = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
     for key in _list_extra_states(model.config):
         entries[key] = dcp.BytesStorageMetadata()
-        results.append(WriteResult(dcp.MetadataIndex(key), nothing.length, nothing))
+        results.append(WriteResult(dcp.MetadataIndex(key), empty_state.length, empty_state))
     FileSystemWriter(folder).finish(dcp.Metadata(entries), [results])
     save({}, folder / COMMON)
     (folder / CONFIG).write_text(json.dumps(FORMAT) + "\n", encoding="utf-8")
@@ -435,14 +459,19 @@ def _list_extra_states(hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield keys of extra states (FP8 scales), which Megatron requires."""
     sizes = Sizes.from_config(hf_config)
     for pair, layer, expert in whole_model(hf_config):
-        lead = [_select_leading(pair, sizes, *at) for at in ((layer, expert), (sizes.layers, sizes.experts))]
-        place = "_".join(".".join(map(str, numbers)) for numbers in lead if numbers) or "0_1"
-        module, kind = list_keys(pair, _get_key_layer(sizes, layer))[0].rsplit(".", 1)
-        last = module.rsplit(".", 1)[-1]
-        if kind == "weight" and (last.startswith("linear_") or last in ("in_proj", "out_proj")):
-            yield f"{module}._extra_state/shard_{place}"
+        leading_dims = [
+            _select_leading(pair, sizes, *indices)
+            for indices in ((layer, expert), (sizes.layers, sizes.experts))
+        ]
+        shard_name = "_".join(".".join(map(str, numbers)) for numbers in leading_dims if numbers) or "0_1"
+        module, suffix = list_keys(pair, _get_key_layer(sizes, layer))[0].rsplit(".", 1)
+        module_name = module.rsplit(".", 1)[-1]
+        if suffix == "weight" and (
+            module_name.startswith("linear_") or module_name in ("in_proj", "out_proj")
+        ):
+            yield f"{module}._extra_state/shard_{shard_name}"
         if module.endswith("linear_proj"):
-            yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{place}"
+            yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{shard_name}"
 
 
 # Converting
@@ -487,41 +516,45 @@ def hf_to_megatron(
 
     critic: replace the output layer by a one-label classifier's value head, or zeros
     verify: compare with the source"""
-    began, processes = time.perf_counter(), Processes()
+    start_time, processes = time.perf_counter(), Processes()
     model = processes.run(lambda: HFFolder(source, critic=critic))
     files: dict[str, list[Chunk]] = {}  # a file for every process
-    planned: set[tuple[str, Shape]] = set()
+    planned_chunks: set[tuple[str, Shape]] = set()
     for rank in range(layout.world):
         chunks = []
         for chunk in list_chunks(model.config, layout, rank, critic=critic):
-            if (chunk.key, chunk.offsets) not in planned:
-                planned.add((chunk.key, chunk.offsets))
+            if (chunk.key, chunk.offsets) not in planned_chunks:
+                planned_chunks.add((chunk.key, chunk.offsets))
                 chunks.append(chunk)
-        step = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
-        for part, first in enumerate(range(0, len(chunks), step)):
-            files[f"__{rank}_{part}.distcp"] = chunks[first : first + step]
+        chunks_per_file = max(1, -(-len(chunks) // -(-processes.world // layout.world)))
+        for part, first_chunk in enumerate(range(0, len(chunks), chunks_per_file)):
+            files[f"__{rank}_{part}.distcp"] = chunks[first_chunk : first_chunk + chunks_per_file]
     sizes = {name: sum(chunk.nbytes(model) for chunk in chunks) for name, chunks in files.items()}
 
-    mine = list(files)[processes.rank :: processes.world]
+    local_files = list(files)[processes.rank :: processes.world]
 
     def finish() -> None:
-        write_metadata(folder, [record for records, _ in written.values() for record in records], model)
-        _finish(folder, source, {name: digest for name, (_, digest) in written.items()})
+        write_metadata(
+            folder, [record for records, _ in results_by_file.values() for record in records], model
+        )
+        _finish(folder, source, {name: digest for name, (_, digest) in results_by_file.items()})
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
-        with watch("writing", sum(sizes[name] for name in mine)) as advance:
-            own = processes.run(
-                lambda: {name: write_chunks(folder / name, files[name], model, advance) for name in mine}
+        with watch("writing", sum(sizes[name] for name in local_files)) as advance:
+            local_results = processes.run(
+                lambda: {
+                    name: write_chunks(folder / name, files[name], model, advance) for name in local_files
+                }
             )
-        gathered = processes.gather(own, dict[str, tuple[Records, str]])
-        written = {name: done for part in gathered for name, done in part.items()}
+        results_by_rank = processes.gather(local_results, dict[str, tuple[Records, str]])
+        results_by_file = {name: result for part in results_by_rank for name, result in part.items()}
         processes.first(finish)
         if verify:
-            kinds = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
-            _verify(model, kinds, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
+            dtypes = {name: model.dtype(name) for name in model.shapes if name not in model.missing}
+            _verify(model, dtypes, lambda: MegatronFolder(folder, critic=critic), folder, watch, processes)
     # megatron_to_hf writes a zero SCORE_BIAS again.
     left_out = tuple(name for name in model.extra if name != SCORE_BIAS)
-    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, left_out)
+    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - start_time, left_out)
 
 
 def megatron_to_hf(
@@ -541,15 +574,17 @@ def megatron_to_hf(
     processes = Processes()
     model = processes.run(lambda: MegatronFolder(checkpoint, source=source))
     float32_names = float32_tensors(model.config)
-    kinds = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
-    found = {kind for name, kind in kinds.items() if name not in float32_names}
-    kinds |= {name: model.dtype(name) for name in float32_names}
-    config = export_config(model.config, model.critic, found.pop() if len(found) == 1 else None)
+    dtypes = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
+    distinct_dtypes = {tensor_dtype for name, tensor_dtype in dtypes.items() if name not in float32_names}
+    dtypes |= {name: model.dtype(name) for name in float32_names}
+    config = export_config(
+        model.config, model.critic, distinct_dtypes.pop() if len(distinct_dtypes) == 1 else None
+    )
     architectures = model.config.get("architectures", [""])
     if model.critic and architectures[0].endswith("Classification"):
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
-    carried = source or checkpoint
-    return write_hf(model, out, kinds, config, carried, max_shard_bytes, verify, watch)
+    carried_folder = source or checkpoint
+    return write_hf(model, out, dtypes, config, carried_folder, max_shard_bytes, verify, watch)
 
 
 def write_hf(
@@ -563,13 +598,13 @@ def write_hf(
     watch: Watch,
 ) -> Conversion:
     """Write a Hugging Face folder, like `megatron_to_hf`. kinds: dtypes."""
-    began, processes = time.perf_counter(), Processes()
+    start_time, processes = time.perf_counter(), Processes()
     shapes, kinds, critic = dict(model.shapes), dict(kinds), "score.weight" in model.shapes
     if critic and config["architectures"][0].endswith("ForTokenClassification"):
         shapes[SCORE_BIAS], kinds[SCORE_BIAS] = (1,), kinds["score.weight"]
     sizes = {name: prod(shape) * kinds[name].itemsize for name, shape in shapes.items()}
     files = divide_into_files(sizes, max_shard_bytes)
-    mine = list(files)[processes.rank :: processes.world]
+    local_files = list(files)[processes.rank :: processes.world]
 
     def write(path: Path, advance: Advance) -> str:
         """Write blocks: the safetensors library would need whole tensors."""
@@ -579,12 +614,12 @@ def write_hf(
         end = 0
         for name in names:
             start, end = end, end + sizes[name]
-            kind = SAFETENSORS[kinds[name]]
-            header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+            safetensors_dtype = SAFETENSORS[kinds[name]]
+            header[name] = {"dtype": safetensors_dtype, "shape": shapes[name], "data_offsets": [start, end]}
+        header_bytes = json.dumps(header, separators=(",", ":")).encode()
+        header_bytes += b" " * (-len(header_bytes) % 8)
         with HashedFile(path) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
             for name in names:
                 file.writing = name
                 for box in blocks(shapes[name], kinds[name].itemsize):
@@ -600,15 +635,17 @@ def write_hf(
         _finish(folder, carried, digests, None if config == model.config else config)
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
-        with watch("writing", sum(sizes[name] for file in mine for name in files[file])) as advance:
-            own = processes.run(lambda: {file: write(folder / file, advance) for file in mine})
-        gathered = processes.gather(own, dict[str, str])
-        digests = {file: digest for part in gathered for file, digest in part.items()}
+        with watch("writing", sum(sizes[name] for file in local_files for name in files[file])) as advance:
+            local_digests = processes.run(
+                lambda: {file: write(folder / file, advance) for file in local_files}
+            )
+        digests_by_rank = processes.gather(local_digests, dict[str, str])
+        digests = {file: digest for rank_digests in digests_by_rank for file, digest in rank_digests.items()}
         processes.first(finish)
         if verify:
             kinds.pop(SCORE_BIAS, None)  # opening checks that it is zero
             _verify(model, kinds, lambda: HFFolder(folder, critic=critic), folder, watch, processes)
-    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - began, ())
+    return Conversion(sum(sizes.values()), len(files), time.perf_counter() - start_time, ())
 
 
 def _finish(
@@ -616,15 +653,15 @@ def _finish(
 ) -> None:
     """Add other files and checksums. config: replaces the source's config.json."""
     carry_along(source, folder, config)
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    others = {
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    other_digests = {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for name, path in found.items()
+        for name, path in paths.items()
         if name not in digests
     }
-    lines = [f"{digest}  {name}\n" for name, digest in sorted({**digests, **others}.items())]
+    lines = [f"{digest}  {name}\n" for name, digest in sorted({**digests, **other_digests}.items())]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
-    for name in (*others, SUMS):
+    for name in (*other_digests, SUMS):
         fsync(folder / name)
 
 
@@ -637,29 +674,29 @@ def _verify(
     processes: Processes,
 ) -> None:
     """Compare the folder with its checksums and the source."""
-    mine = list(kinds)[processes.rank :: processes.world]
+    local_names = list(kinds)[processes.rank :: processes.world]
 
     def compare() -> None:
-        for number, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
+        for line_index, line in enumerate((folder / SUMS).read_text(encoding="utf-8").splitlines()):
             digest, name = line.split("  ")
             with (folder / name).open("rb") as file:
                 # The page cache would hide disk faults.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                if number % processes.world != processes.rank:
+                if line_index % processes.world != processes.rank:
                     continue
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     problem = "is not what was written there (a fault of disk or memory?)"
                     raise CheckpointError(f"{name}: {problem}")
-        written = reopen()
-        for name in mine:
-            same = written.dtype(name) == kinds[name]
+        copy = reopen()
+        for name in local_names:
+            has_dtype = copy.dtype(name) == kinds[name]
             for box in blocks(source.shapes[name], kinds[name].itemsize):
                 expected = source.read_as(name, box, kinds[name])
-                if not same or as_bytes(written.read(name, box)) != as_bytes(expected):
-                    path = written.files(name)[0][0]
+                if not has_dtype or as_bytes(copy.read(name, box)) != as_bytes(expected):
+                    path = copy.files(name)[0][0]
                     raise CheckpointError(f"{path.name}: {name}: is not what the source has")
                 advance(expected.nbytes)
 
-    size = sum(prod(source.shapes[name]) * kinds[name].itemsize for name in mine)
+    size = sum(prod(source.shapes[name]) * kinds[name].itemsize for name in local_names)
     with watch("comparing", size) as advance:
         processes.run(compare)

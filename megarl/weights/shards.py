@@ -93,10 +93,10 @@ def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
 
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
     """Raise ConfigError if `parallel` cannot divide the model."""
-    moe = get_family(hf_config).is_moe
+    is_moe = get_family(hf_config).is_moe
     sizes = Sizes.from_config(hf_config)
     dividable = {"attention heads": sizes.heads, "key/value heads": sizes.kv_heads}
-    if not moe or sizes.dense:
+    if not is_moe or sizes.dense:
         dividable["feed-forward columns"] = sizes.ffn
     if sizes.key_heads:
         dividable["key heads of linear attention"] = sizes.key_heads
@@ -105,18 +105,22 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
     if sizes.latent:  # for model/portable.py's attention
         dividable |= {"rows of kv_a_proj_with_mqa": sizes.latent}
         dividable |= {"rows of q_a_proj": sizes.q_rank} if sizes.q_rank else {}
-    experts = {"experts": sizes.experts} if moe else {}
+    experts = {"experts": sizes.experts} if is_moe else {}
     layers = {"layers": sizes.layers}
-    of_stage = {"layers of a pipeline stage": sizes.layers // pp}
-    keys = (("tp", tp, dividable), ("pp", pp, layers), ("vpp", vpp, of_stage), ("ep", ep, experts))
+    stage_layers = {"layers of a pipeline stage": sizes.layers // pp}
+    keys = (("tp", tp, dividable), ("pp", pp, layers), ("vpp", vpp, stage_layers), ("ep", ep, experts))
     for key, size, numbers in keys:
         for what, number in numbers.items():
             if number % size:
-                good = [n for n in range(1, number + 1) if not any(other % n for other in numbers.values())]
-                possible = f"possible: {', '.join(map(str, good))}"
+                divisors = [
+                    n
+                    for n in range(1, number + 1)
+                    if not any(other_number % n for other_number in numbers.values())
+                ]
+                possible = f"possible: {', '.join(map(str, divisors))}"
                 problem = f"{size} does not divide the model's {number} {what} ({possible})"
                 raise ConfigError(f"parallel.{key}: {problem}")
-    if ep > 1 and not moe:
+    if ep > 1 and not is_moe:
         model_type = hf_config.get("model_type")
         raise ConfigError(f"parallel.ep: {ep}, but a {model_type} model has no experts (set it to 1)")
     if sizes.dense and max(Layout(pp=pp, vpp=vpp).layers(sizes.layers, 0)) < sizes.dense:
@@ -135,8 +139,8 @@ def check_frozen(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, model
 def check_lora(hf_config: Mapping[str, Any], lora: LoraConfig, key: str) -> None:
     if lora.rank is None:
         return
-    everywhere = lora.model_copy(update={"targets": ()})
-    pairs = [pair for pair in get_family(hf_config).layer if adapters(pair, everywhere)]
+    untargeted_lora = lora.model_copy(update={"targets": ()})
+    pairs = [pair for pair in get_family(hf_config).layer if adapters(pair, untargeted_lora)]
     names = dict.fromkeys(name.split(".")[-2] for pair in pairs for name, _ in pair.hf)
     if unknown := [name for name in lora.targets if name not in names]:
         what = f"a {hf_config.get('model_type')} model has no {unknown[0]}"
@@ -150,11 +154,11 @@ def check_muon(hf_config: Mapping[str, Any], optimizer: OptimizerConfig, layout:
     different owners. Multi-latent and linear attention are untested."""
     if optimizer.optimizer != "muon":
         return
-    family, alone = get_family(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
+    family, is_single_replica = get_family(hf_config), layout.dp * layout.cp == 1 < layout.stage // layout.ep
     if family.is_latent or family.is_linear:
         what = f"muon is not supported for a {family.model_type} model"
         raise ConfigError(f"{key}.optimizer: {what} (set it to adam)")
-    if family.is_moe and alone:
+    if family.is_moe and is_single_replica:
         what = f"muon of experts under tensor parallelism (tp {layout.tp}) needs more than one replica"
         raise ConfigError(f"{key}.optimizer: {what} (raise parallel.dp, or set it to adam)")
 
@@ -164,10 +168,10 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
         return
     heads = Sizes.from_config(hf_config).key_heads // config.parallel.tp
     if heads % config.parallel.cp:
-        good = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        what = f"does not divide the {heads} key heads of linear attention on a rank (possible: {good})"
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        what = f"does not divide the {heads} key heads of linear attention on a rank (possible: {divisors})"
         raise ConfigError(f"parallel.cp: {config.parallel.cp} {what}")
-    asked = {
+    unsupported_settings = {
         "model.layers: te": (config.model.layers == "te", "set it to portable"),
         "model.fp8.format": (config.model.fp8.format != "none", "set it to none"),
         "model.grouped_experts": (config.model.grouped_experts, "set it to false"),
@@ -175,9 +179,9 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
         "update.share_prompts": (config.update.share_prompts, "set it to false"),
         "rollout.weights_dtype": (config.rollout.weights_dtype != "model", "set it to model"),
     }
-    for key in (key for key, (wanted, _) in asked.items() if wanted):
+    for key in (key for key, (is_set, _) in unsupported_settings.items() if is_set):
         what = f"is not supported for linear attention, which {hf_config.get('model_type')} has"
-        raise ConfigError(f"{key}: {what} ({asked[key][1]})")
+        raise ConfigError(f"{key}: {what} ({unsupported_settings[key][1]})")
     if config.rollout.capabilities.sharded:
         full_attention_interval(hf_config)
 
@@ -210,8 +214,8 @@ def whole_model(
     hf_config: Mapping[str, Any], *, critic: bool = False, lora: LoraConfig | None = None
 ) -> list[tuple[Pair, int, int]]:
     """Return (pair, layer, expert) of all parameters (with `lora`, of adapters)."""
-    named = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
-    return [(pair, layer, expert) for _, pair, layer, expert in named]
+    named_parameters = parameters(hf_config, Layout(), 0, 0, critic=critic, lora=lora)
+    return [(pair, layer, expert) for _, pair, layer, expert in named_parameters]
 
 
 def get_sizes(hf_config: Mapping[str, Any], lora: LoraConfig | None) -> Sizes:
@@ -232,11 +236,11 @@ def hf_shapes(
 
 def float32_tensors(hf_config: Mapping[str, Any], *, sglang: bool = False) -> frozenset[str]:
     """Name the tensors that are always float32 (sglang: in SGLang)."""
-    kinds = ("everywhere", "sglang") if sglang else ("everywhere",)
+    scopes = ("everywhere", "sglang") if sglang else ("everywhere",)
     return frozenset(
         name.format(l=layer)
         for pair, layer, _ in whole_model(hf_config)
-        if pair.float32 in kinds
+        if pair.float32 in scopes
         for name, _ in pair.hf
     )
 
@@ -269,29 +273,33 @@ def parameters(
     check_layout(hf_config, layout.tp, layout.pp, layout.ep, layout.vpp)
     sizes = Sizes.from_config(hf_config)
     per_rank = sizes.experts // layout.ep
-    layers = {layer: own for own, layer in enumerate(layout.layers(sizes.layers, pp_rank))}
+    layers = {layer: local_index for local_index, layer in enumerate(layout.layers(sizes.layers, pp_rank))}
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    first, last = pp_rank == 0, pp_rank == layout.pp - 1
+    is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
     pairs = get_family(hf_config).layer
     if lora is not None:
-        first = last = False
-        pairs = tuple(half for pair in pairs for half in adapters(pair, lora))
-    once, each = ([pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True))
-    places = [(EMBEDDING, 0, 0)] if first else []
+        is_first = is_last = False
+        pairs = tuple(adapter_pair for pair in pairs for adapter_pair in adapters(pair, lora))
+    shared_pairs, expert_pairs = (
+        [pair for pair in pairs if pair.per_expert is per_expert] for per_expert in (False, True)
+    )
+    rank_pairs = [(EMBEDDING, 0, 0)] if is_first else []
     for layer in layers:
-        places += [(pair, layer, 0) for pair in once if sizes.has(pair, layer)]
-        places += [(pair, layer, expert) for expert in experts for pair in each if sizes.has(pair, layer)]
-    if last:
-        places.append((FINAL_NORM, 0, 0))
+        rank_pairs += [(pair, layer, 0) for pair in shared_pairs if sizes.has(pair, layer)]
+        rank_pairs += [
+            (pair, layer, expert) for expert in experts for pair in expert_pairs if sizes.has(pair, layer)
+        ]
+    if is_last:
+        rank_pairs.append((FINAL_NORM, 0, 0))
         if critic:
-            places.append((VALUE_HEAD, 0, 0))
+            rank_pairs.append((VALUE_HEAD, 0, 0))
         elif not is_tied(hf_config):
-            places.append((OUTPUT, 0, 0))
-        elif not first:
-            places.append((TIED_OUTPUT, 0, 0))
+            rank_pairs.append((OUTPUT, 0, 0))
+        elif not is_first:
+            rank_pairs.append((TIED_OUTPUT, 0, 0))
     return [
         (pair.megatron.format(l=layers.get(layer, 0), e=expert - experts.start), pair, layer, expert)
-        for pair, layer, expert in places
+        for pair, layer, expert in rank_pairs
     ]
 
 
@@ -308,45 +316,49 @@ def megatron_layout(
         for name, pair, layer, expert in parameters(
             hf_config, layout, pp_rank, ep_rank, critic=critic, lora=lora
         ):
-            cut = (1, 0) if pair.per_expert else (layout.tp, tp_rank)
-            shards[name] = shard(pair, layer, expert, *cut)
+            tp_and_rank = (1, 0) if pair.per_expert else (layout.tp, tp_rank)
+            shards[name] = shard(pair, layer, expert, *tp_and_rank)
         return shards
 
-    places = [(layout.coords(rank), layout.ep_rank(rank)) for rank in range(layout.world)]
-    return [(rank, rank_shards(place.tp, place.pp, ep)) for rank, (place, ep) in enumerate(places)]
+    coords_and_ep = [(layout.coords(rank), layout.ep_rank(rank)) for rank in range(layout.world)]
+    return [(rank, rank_shards(coords.tp, coords.pp, ep)) for rank, (coords, ep) in enumerate(coords_and_ep)]
 
 
 def pair_shard(sizes: Sizes, pair: Pair, layer: int, expert: int, tp: int, tp_rank: int) -> Shard:
     """Return a parameter's shard. layer, expert: global indices."""
-    hf = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
+    hf_tensors = [(name.format(l=layer, e=expert), sizes.shape(dims)) for name, dims in pair.hf]
     axis = 1 if pair.operation == "row" else 0
     match pair.operation:
         case "replicated":
-            parts = [_Part(name, 0, shape[0], shape[0]) for name, shape in hf]
+            parts = [_Part(name, 0, shape[0], shape[0]) for name, shape in hf_tensors]
         case "row" | "column":
             parts = []
-            for name, shape in hf:
+            for name, shape in hf_tensors:
                 width = shape[axis] // tp
                 parts.append(_Part(name, tp_rank * width, (tp_rank + 1) * width, width))
         case "halves":
-            ((name, shape),) = hf
+            ((name, shape),) = hf_tensors
             width = shape[0] // 2 // tp
             starts = (tp_rank * width, shape[0] // 2 + tp_rank * width)
             parts = [_Part(name, start, start + width, width) for start in starts]
         case "vocabulary":  # padding may fill whole ranks
-            ((name, shape),) = hf
+            ((name, shape),) = hf_tensors
             width = padded_vocab(shape[0], tp) // tp
             start = min(tp_rank * width, shape[0])
             parts = [_Part(name, start, min(start + width, shape[0]), width)]
         case "qkv":
             parts, groups = [], sizes.key_heads if pair.kind == "linear" else sizes.kv_heads
-            whole = [(name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf, pair.hf, strict=True)]
+            named_dims = [
+                (name, dims[0].split()[0]) for (name, _), (_, *dims) in zip(hf_tensors, pair.hf, strict=True)
+            ]
             for group in range(tp_rank * groups // tp, (tp_rank + 1) * groups // tp):
-                own = [part for name, dim in whole for part in _cut_group(sizes, name, dim, group, groups)]
-                if whole[0][1] == "qkvz":  # Megatron's gates are last
-                    own.append(own.pop(1))
-                parts += own
-    return _concatenate(parts, hf[0][1], axis)
+                group_parts = [
+                    part for name, dim in named_dims for part in _cut_group(sizes, name, dim, group, groups)
+                ]
+                if named_dims[0][1] == "qkvz":  # Megatron's gates are last
+                    group_parts.append(group_parts.pop(1))
+                parts += group_parts
+    return _concatenate(parts, hf_tensors[0][1], axis)
 
 
 def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> list[_Part]:
@@ -354,7 +366,9 @@ def _cut_group(sizes: Sizes, name: str, dim: str, group: int, groups: int) -> li
     if dim == "gated_q":  # file: query, gate, query, ...; Megatron: queries first
         rows, width = sizes.gated_q // groups, sizes.head_dim
         begin, end = group * rows, (group + 1) * rows
-        starts = [first for half in (0, width) for first in range(begin + half, end, 2 * width)]
+        starts = [
+            first for section_offset in (0, width) for first in range(begin + section_offset, end, 2 * width)
+        ]
         return [_Part(name, start, start + width, width) for start in starts]
     if dim == "qkvz":  # per key head: query, key, values, gates
         rows, width = sizes.qkvz // groups, sizes.value // groups
@@ -390,17 +404,17 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
     @cache
     def shard_pair(pair: Pair) -> list[tuple[str, Shard]]:
         axis = 1 if pair.operation == "row" else 0
-        fused: dict[str, list[_Part]] = {}
+        parts_by_name: dict[str, list[_Part]] = {}
         for name, dims in pair.hf:
-            first = 0
+            section_start = 0
             for section in SECTIONS.get(dims.split()[axis], (dims.split()[axis],)):
                 size = getattr(sizes, section)
                 start, stop, width = cuts.get(section, (0, size, size))
-                part = _Part(name, first + start, first + stop, width)
-                fused.setdefault(_sglang_name(pair, name, flat), []).append(part)
-                first += size
+                part = _Part(name, section_start + start, section_start + stop, width)
+                parts_by_name.setdefault(_sglang_name(pair, name, flat), []).append(part)
+                section_start += size
         shape = sizes.shape(pair.hf[0][1])
-        return [(name, _concatenate(parts, shape, axis)) for name, parts in fused.items()]
+        return [(name, _concatenate(parts, shape, axis)) for name, parts in parts_by_name.items()]
 
     shards: Shards = {}
     for pair, layer, expert in whole_model(hf_config):
@@ -423,10 +437,10 @@ def sglang_shards(hf_config: Mapping[str, Any], tp: int, tp_rank: int, *, cpu: b
 
 def _sglang_name(pair: Pair, name: str, flat: bool) -> str:
     if pair.per_expert:
-        fused = "w2" if "down_proj" in name else "w13"
-        return f"{name.partition('.experts.')[0]}.experts.{fused}_weight.{{e}}"
-    for one, together in FUSED[pair.operation != "qkv" :]:
-        name = re.sub(rf"\b{one}\b", together, name)
+        stacked_name = "w2" if "down_proj" in name else "w13"
+        return f"{name.partition('.experts.')[0]}.experts.{stacked_name}_weight.{{e}}"
+    for projection, fused_projection in FUSED[pair.operation != "qkv" :]:
+        name = re.sub(rf"\b{projection}\b", fused_projection, name)
     return name.replace(".self_attn", "") if flat else name
 
 

@@ -56,19 +56,19 @@ class FileTensor(NamedTuple):
         memory = as_bytes(tensor)
         # Contiguous from the last cut dimension.
         axis = max((axis for axis, size in enumerate(extents) if size != self.shape[axis]), default=0)
-        run = prod(extents[axis:]) * self.dtype.itemsize
+        run_bytes = prod(extents[axis:]) * self.dtype.itemsize
         strides = [prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(axis + 1)]
         starts = product(*(range(start, stop) for start, stop in box[:axis]), (box[axis][0],))
         try:
             with open(self.path, "rb", buffering=0) as file:
-                for number, start in enumerate(starts):
-                    at = self.offset + sum(map(mul, start, strides))
-                    left = memory[number * run : (number + 1) * run]
-                    while left:
-                        count = os.preadv(file.fileno(), [left], at)
+                for run_index, start in enumerate(starts):
+                    position = self.offset + sum(map(mul, start, strides))
+                    buffer = memory[run_index * run_bytes : (run_index + 1) * run_bytes]
+                    while buffer:
+                        count = os.preadv(file.fileno(), [buffer], position)
                         if count == 0:
                             raise tensor_error(self.path, name, "the file ends before the tensor does")
-                        left, at = left[count:], at + count
+                        buffer, position = buffer[count:], position + count
         except OSError as error:
             raise tensor_error(self.path, name, f"cannot be read ({error.strerror})") from error
         return tensor
@@ -86,8 +86,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def blocks(shape: Shape, itemsize: int) -> Iterator[Box]:
     """Yield boxes of whole rows, of about BLOCK bytes, that tile a tensor."""
     step = max(1, BLOCK // max(1, prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], step):
-        yield ((first, min(first + step, shape[0])), *full_box(shape[1:]))
+    for start in range(0, shape[0], step):
+        yield ((start, min(start + step, shape[0])), *full_box(shape[1:]))
 
 
 class HashedFile(FileIO):
@@ -114,10 +114,10 @@ class HashedFile(FileIO):
             self._hashing = self._hasher.submit(self._digest.update, data)
         else:
             self._digest.update(data)
-        left = memoryview(data)
+        buffer = memoryview(data)
         with self._named_errors():
-            while left:
-                left = left[super().write(left) :]
+            while buffer:
+                buffer = buffer[super().write(buffer) :]
         return len(data)
 
     def finish(self) -> str:
@@ -141,8 +141,8 @@ class Processes:
     group: gloo group of the same ranks, if the default is NCCL"""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        together = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        is_distributed = dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         self._group = group
         self.folder: Path | None = None  # for errors without a file
 
@@ -184,10 +184,10 @@ def new_folder(out: Path, size: int, processes: Processes) -> Iterator[Path]:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         lock.append(_lock(folder))
-        free = shutil.disk_usage(folder).free
-        if free < size:
-            wanted = f"{readable(size)} are to be written"
-            raise CheckpointError(f"{out}: {wanted}, but {readable(free)} are free there")
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < size:
+            size_text = f"{readable(size)} are to be written"
+            raise CheckpointError(f"{out}: {size_text}, but {readable(free_bytes)} are free there")
 
     def publish() -> None:
         fsync(folder)
@@ -228,12 +228,12 @@ def carried_files(source: Path) -> list[Path]:
     """Return the files that an export copies.
 
     Raises CheckpointError for links out of the folder, which would leak files."""
-    found = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
-    for path in found:
+    paths = sorted({path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()})
+    for path in paths:
         if not is_inside(path, source):
             remedy = "put the file itself there"
             raise CheckpointError(f"{path}: leads out of the folder, to {os.path.realpath(path)} ({remedy})")
-    return found
+    return paths
 
 
 def carry_along(source: Path, folder: Path, config: Mapping[str, Any] | None = None) -> None:
