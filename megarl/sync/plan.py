@@ -361,7 +361,7 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
     first_round = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
         # (rank, is_sender) -> (last round, its bytes)
-        last_round_by_end: dict[tuple[int, bool], tuple[int, int]] = {}
+        last_rounds: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
                 continue
@@ -369,18 +369,18 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
             width = plan.target_itemsize(copy, itemsize)
             for piece in split(copy, limit // width):
                 size = align(piece.size * width)
-                last_rounds = [last_round_by_end.get(end, (first_round, 0)) for end in (source, target)]
-                round_number = max(last_rounds)[0]
-                used_bytes = [nbytes if round_ == round_number else 0 for round_, nbytes in last_rounds]
+                end_rounds = [last_rounds.get(end, (first_round, 0)) for end in (source, target)]
+                round_number = max(end_rounds)[0]
+                used_bytes = [nbytes if round_ == round_number else 0 for round_, nbytes in end_rounds]
                 if max(used_bytes) + size > limit:
                     round_number, used_bytes = round_number + 1, [0, 0]
-                last_round_by_end[source], last_round_by_end[target] = (
+                last_rounds[source], last_rounds[target] = (
                     (round_number, used_bytes[0] + size),
                     (round_number, used_bytes[1] + size),
                 )
                 yield ScheduledPiece(round_number, piece, size, is_relay)
         first_round = (
-            max((round_number for round_number, _ in last_round_by_end.values()), default=first_round - 1) + 1
+            max((round_number for round_number, _ in last_rounds.values()), default=first_round - 1) + 1
         )
 
 
@@ -473,9 +473,8 @@ def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: Optimize
         for name, _ in pair.hf
     }
     shards = {id(shards): shards for shards in plan.targets.values()}.values()
-    sources_by_target: dict[str, set[str]] = defaultdict(
-        set
-    )  # of all ranks, as one rank may hold only padding
+    # Of all ranks, as one rank may hold only padding.
+    sources_by_target: dict[str, set[str]] = defaultdict(set)
     for target_shards in shards:
         for name, shard in target_shards.items():
             sources_by_target[name] |= {region.hf_name.removesuffix(SCALE_SUFFIX) for region in shard.regions}
@@ -487,7 +486,7 @@ def fp8_block(
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
     """Return sources and targets with scales for projections, and targets' formats.
 
-    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], whole on every source. Raises
+    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], complete on every source. Raises
     ConfigError unless targets consist of whole blocks, as SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:

@@ -337,7 +337,7 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
 
 
 class BlockScales:
-    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
+    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, complete on every rank.
 
     A block may span source shards, so an all-reduce combines the largest magnitudes of its parts."""
 
