@@ -34,13 +34,13 @@ def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
 def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
     """Gather like `gather_objects`, over a gloo group (None: the default group)."""
     blobs = _collect(group, encode(value))
-    whole = None
+    message = None
     if blobs is not None:
-        places: dict[bytes, int] = {}
-        order = [places.setdefault(blob, len(places)) for blob in blobs]
-        whole = encode(([*places], order))
-    different, order = decode(_spread(group, whole), tuple[list[bytes], list[int]], "rank 0")
-    return [decode(different[place], kind, f"rank {rank}") for rank, place in enumerate(order)]
+        index_by_blob: dict[bytes, int] = {}
+        indices = [index_by_blob.setdefault(blob, len(index_by_blob)) for blob in blobs]
+        message = encode(([*index_by_blob], indices))
+    distinct_blobs, indices = decode(_spread(group, message), tuple[list[bytes], list[int]], "rank 0")
+    return [decode(distinct_blobs[index], kind, f"rank {rank}") for rank, index in enumerate(indices)]
 
 
 def gather_to_rank_0(ranks: Ranks, value: T, kind: Any) -> list[T] | None:
@@ -67,9 +67,9 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
 
     outgoing  rank -> bytes to send; empty ones are not sent
     incoming  rank -> number of bytes that it sends"""
-    found = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
+    received = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in incoming.items()}
     group, works = ranks.cpu_group, []
-    for rank, tensor in found.items():
+    for rank, tensor in received.items():
         if tensor.numel():
             works.append(dist.irecv(tensor, group=group, tag=_TAG, group_src=rank))
     for rank, tensor in outgoing.items():
@@ -78,17 +78,17 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
     for work in works:
         assert work is not None
         work.wait()
-    return found
+    return received
 
 
 def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
-    """Return all bytes on rank 0: gather heads, then receive long rests."""
+    """Return all bytes on rank 0: gather heads, then receive the remaining bytes of long messages."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
-    place, number = _rank(group), _next_number(group)
-    head = _head(blob, "gather", place, number)
-    heads = [torch.empty_like(head) for _ in range(world)] if place == 0 else None
+    this_rank, number = _rank(group), _next_number(group)
+    head = _head(blob, "gather", this_rank, number)
+    heads = [torch.empty_like(head) for _ in range(world)] if this_rank == 0 else None
     dist.gather(head, heads, group=group, group_dst=0)
     if heads is None:
         if len(blob) > INLINE:
@@ -96,13 +96,13 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
         return None
     blobs = [blob]
     for rank, head in enumerate(heads[1:], 1):
-        signature, begin, left = _read_head(head, rank)
-        if left:
-            rest = torch.empty(left, dtype=torch.uint8)
-            dist.recv(rest, group=group, tag=_TAG, group_src=rank)
-            begin += rest.numpy().tobytes()
-        verify(signature, f"a message of rank {rank}", "gather", rank, number, begin)
-        blobs.append(begin)
+        signature, message, num_left = _read_head(head, rank)
+        if num_left:
+            tail = torch.empty(num_left, dtype=torch.uint8)
+            dist.recv(tail, group=group, tag=_TAG, group_src=rank)
+            message += tail.numpy().tobytes()
+        verify(signature, f"a message of rank {rank}", "gather", rank, number, message)
+        blobs.append(message)
     return blobs
 
 
@@ -116,14 +116,14 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
     else:
         head = _head(blob, "broadcast", 0, number)
     dist.broadcast(head, group=group, group_src=0)
-    signature, begin, left = _read_head(head, 0)
-    if left:
-        rest = torch.empty(left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
-        dist.broadcast(rest, group=group, group_src=0)
-        begin += rest.numpy().tobytes()
+    signature, message, num_left = _read_head(head, 0)
+    if num_left:
+        tail = torch.empty(num_left, dtype=torch.uint8) if blob is None else _tensor(blob[INLINE:])
+        dist.broadcast(tail, group=group, group_src=0)
+        message += tail.numpy().tobytes()
     if blob is None:
-        verify(signature, "a message of rank 0", "broadcast", 0, number, begin)
-    return begin
+        verify(signature, "a message of rank 0", "broadcast", 0, number, message)
+    return message
 
 
 def _next_number(group: dist.ProcessGroup | None) -> int:
@@ -148,10 +148,10 @@ def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:
 def _read_head(head: Tensor, rank: int) -> tuple[bytes, bytes, int]:
     """Return signature, first bytes, and number of bytes to come."""
     data = head.numpy().tobytes()
-    length, begin = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
+    length, first_bytes = int.from_bytes(data[:8], "little"), data[8 + SIZE :]
     if length > LONGEST:
         raise MessageError(f"a message of rank {rank}: {length} bytes, the longest has {LONGEST}")
-    return data[8 : 8 + SIZE], begin[: min(length, INLINE)], max(0, length - INLINE)
+    return data[8 : 8 + SIZE], first_bytes[: min(length, INLINE)], max(0, length - INLINE)
 
 
 def _tensor(data: bytes) -> Tensor:
@@ -160,12 +160,12 @@ def _tensor(data: bytes) -> Tensor:
 
 def sum_stats(runtime: Runtime, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Sum statistics over replicas, each counted once, in rank order."""
-    mine = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
-    total: dict[str, float] = {}
-    for theirs in gather_objects(runtime, mine, dict[str, float]):
-        for key, value in theirs.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
+    local_sums = {k: float(v) for k, v in sums.items()} if runtime.is_replica_leader else {}
+    totals: dict[str, float] = {}
+    for rank_sums in gather_objects(runtime, local_sums, dict[str, float]):
+        for key, value in rank_sums.items():
+            totals[key] = totals.get(key, 0.0) + value
+    return totals
 
 
 def sum_over_replicas(runtime: Runtime, sums: Tensor) -> Tensor:
@@ -180,24 +180,26 @@ def find_among_largest(runtime: Runtime, first: Tensor, then: Tensor, wanted: in
     """Return which entries of this replica are among the `wanted` largest of all, bool [m].
 
     They are sorted by `first`, then `then`: [m], the same on every rank of a replica."""
-    own = np.stack([first.double().numpy(), then.double().numpy()])
-    best = own[:, np.lexsort(own[::-1])[::-1][:wanted]]
+    keys = np.stack([first.double().numpy(), then.double().numpy()])
+    candidates = keys[:, np.lexsort(keys[::-1])[::-1][:wanted]]
     if runtime.world > 1:
-        mine = best if runtime.is_replica_leader else best[:, :0].copy()
-        best = np.concatenate(gather_objects(runtime, mine, np.ndarray), axis=1)
-    kept = best[:, np.lexsort(best[::-1])[::-1][:wanted]]
-    if not kept.size:
+        local_candidates = candidates if runtime.is_replica_leader else candidates[:, :0].copy()
+        candidates = np.concatenate(gather_objects(runtime, local_candidates, np.ndarray), axis=1)
+    largest = candidates[:, np.lexsort(candidates[::-1])[::-1][:wanted]]
+    if not largest.size:
         return torch.zeros(first.shape, dtype=torch.bool)
-    (least, of_equal), (first_of, then_of) = kept[:, -1], own
-    return torch.from_numpy((first_of > least) | (first_of == least) & (then_of >= of_equal))
+    (least_first, least_then), (first_keys, then_keys) = largest[:, -1], keys
+    return torch.from_numpy(
+        (first_keys > least_first) | (first_keys == least_first) & (then_keys >= least_then)
+    )
 
 
 def find_among_smallest(runtime: Runtime, keys: Tensor, wanted: int) -> Tensor:
     """Return which keys of this replica are among the `wanted` smallest of all, bool [m].
 
     keys: int32 [m], not negative, too many to gather: a bisection sums once per bit"""
-    every = range(torch.iinfo(keys.dtype).max)
-    bound = bisect_right(every, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
+    bounds = range(torch.iinfo(keys.dtype).max)
+    bound = bisect_right(bounds, wanted, key=lambda x: int(sum_over_replicas(runtime, (keys < x).sum()))) - 1
     return keys < bound
 
 

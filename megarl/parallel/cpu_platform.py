@@ -74,14 +74,14 @@ class _TorchWithoutCuda(types.ModuleType):
     """Replaces `torch` inside one Megatron module."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
+        attribute = getattr(torch, name)
         if name not in ("zeros", "tensor", "empty", "ones"):
-            return found
+            return attribute
 
         def call_factory(*args: Any, **kwargs: Any) -> torch.Tensor:
             if "device" in kwargs:
                 kwargs["device"] = _to_cpu(kwargs["device"])
-            return found(*args, **kwargs)
+            return attribute(*args, **kwargs)
 
         return call_factory
 
@@ -111,10 +111,10 @@ def _gather_weights(whole: torch.Tensor, part: torch.Tensor, group: Any, async_o
     if part.nbytes % 4:  # an odd number of 16-bit weights
         return distributed.all_gather_into_tensor(whole, part, group=group)
     bits = whole.view(torch.int32)
-    own = bits.chunk(group.size())[group.rank()]
-    before = own.storage_offset() - bits.storage_offset()
-    bits[:before].zero_()
-    bits[before + len(own) :].zero_()
+    rank_bits = bits.chunk(group.size())[group.rank()]
+    offset = rank_bits.storage_offset() - bits.storage_offset()
+    bits[:offset].zero_()
+    bits[offset + len(rank_bits) :].zero_()
     return group.allreduce([bits]).wait()
 
 
@@ -126,18 +126,20 @@ def _share_gloo_devices() -> None:
 
     A device per group wakes a hundred times a second, and Megatron has twenty groups. Groups of more than
     LARGE ranks connect lazily, which gloo supports for only one group per device."""
-    original: Any = distributed.ProcessGroupGloo
-    shared: list[Any] = []
+    gloo_class: Any = distributed.ProcessGroupGloo
+    shared_devices: list[Any] = []
 
-    class OnSharedDevice(original):
+    class OnSharedDevice(gloo_class):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: bool) -> None:
-            options = original._Options()
+            options = gloo_class._Options()
             options._timeout = timeout
             for name, value in more.items():  # torch 2.14 has enable_reconfigure
                 setattr(options, name, value)
-            if size <= LARGE and not shared:
-                shared.append(original.create_default_device(lazy_init=False))
-            options._devices = shared if size <= LARGE else [original.create_default_device(lazy_init=True)]
+            if size <= LARGE and not shared_devices:
+                shared_devices.append(gloo_class.create_default_device(lazy_init=False))
+            options._devices = (
+                shared_devices if size <= LARGE else [gloo_class.create_default_device(lazy_init=True)]
+            )
             super().__init__(store, rank, size, options)
 
     vars(distributed)["ProcessGroupGloo"] = OnSharedDevice  # where new_group finds it

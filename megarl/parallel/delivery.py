@@ -30,7 +30,7 @@ def deliver(
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent_columns(batch).items()]
     sizes = row_bytes(batch).tolist()
     owners = batch.owners.tolist()
-    number = {owner: i for i, owner in enumerate(sorted(set(owners)))}
+    owner_index = {owner: i for i, owner in enumerate(sorted(set(owners)))}
     local_index = {row: i for i, row in enumerate(batch.rows.tolist())}
     replica = next((d for d, members in enumerate(replicas) if ranks.rank in members), None)
 
@@ -38,37 +38,37 @@ def deliver(
     received: dict[int, Tensor] = {}  # by owner
     for share, members in zip(shares, replicas, strict=True):
         if rows := [row for row in share if owners[row] == ranks.rank]:
-            entry = members[number[ranks.rank] % len(members)]
-            messages = received if entry == ranks.rank else outgoing
-            messages[entry] = _encode(batch, [local_index[row] for row in rows])
+            entry_rank = members[owner_index[ranks.rank] % len(members)]
+            messages = received if entry_rank == ranks.rank else outgoing
+            messages[entry_rank] = _encode(batch, [local_index[row] for row in rows])
     if replica is None:
         exchange(ranks, outgoing, {})
         return _decode(batch, [], {}, kinds)
 
     share, ring = shares[replica], replicas[replica]
-    me = ring.index(ranks.rank)
+    ring_index = ring.index(ranks.rank)
     # pieces[i]: rows of the replica's i-th rank.
     pieces: list[list[int]] = [[] for _ in ring]
     for row in sorted(share, key=lambda row: owners[row]):  # stable: keeps an owner's order
-        pieces[number[owners[row]] % len(ring)].append(row)
+        pieces[owner_index[owners[row]] % len(ring)].append(row)
     incoming: dict[int, int] = {}
-    for row in pieces[me]:
+    for row in pieces[ring_index]:
         incoming[owners[row]] = incoming.get(owners[row], 0) + sizes[row]
     senders = sorted(incoming)
     incoming.pop(ranks.rank, None)
     received |= exchange(ranks, outgoing, incoming)
-    blobs = {me: _concatenate([received[owner] for owner in senders])}
-    after, before = ring[(me + 1) % len(ring)], ring[me - 1]
+    blobs = {ring_index: _concatenate([received[owner] for owner in senders])}
+    receiver, sender = ring[(ring_index + 1) % len(ring)], ring[ring_index - 1]
     for step in range(1, len(ring)):
-        passed, wanted = (me - step + 1) % len(ring), (me - step) % len(ring)
-        size = sum(sizes[row] for row in pieces[wanted])
-        blobs[wanted] = exchange(ranks, {after: blobs[passed]}, {before: size})[before]
+        send_index, receive_index = (ring_index - step + 1) % len(ring), (ring_index - step) % len(ring)
+        size = sum(sizes[row] for row in pieces[receive_index])
+        blobs[receive_index] = exchange(ranks, {receiver: blobs[send_index]}, {sender: size})[sender]
     data_by_row: dict[int, np.ndarray] = {}
     for i, rows in enumerate(pieces):
-        at, data = 0, blobs[i].numpy()
+        offset, data = 0, blobs[i].numpy()
         for row in rows:
-            data_by_row[row] = data[at : at + sizes[row]]
-            at += sizes[row]
+            data_by_row[row] = data[offset : offset + sizes[row]]
+            offset += sizes[row]
     return _decode(batch, share, data_by_row, kinds)
 
 
@@ -76,8 +76,8 @@ def row_bytes(batch: RolloutBatch) -> Tensor:
     """Return encoded bytes per sequence, int64 [n]."""
     sizes = 4 * batch.lengths
     for name, column in _sent_columns(batch).items():
-        entry = column.element_size() * int(np.prod(column.shape[1:], dtype=np.int64))
-        sizes = sizes + entry * (batch.lengths - (0 if name in WITH_PROMPT else batch.prompt_lengths))
+        token_bytes = column.element_size() * int(np.prod(column.shape[1:], dtype=np.int64))
+        sizes = sizes + token_bytes * (batch.lengths - (0 if name in WITH_PROMPT else batch.prompt_lengths))
     return sizes
 
 
@@ -88,13 +88,13 @@ def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
 
 def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
     """Encode sequences: of each its tokens (int32), then columns."""
-    own, columns, parts = batch.own, _sent_columns(batch), []
-    starts, prompts = own.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
-    for place in places:
-        start, end = starts[place : place + 2]
-        parts.append(own.tokens[start:end].to(torch.int32))
+    rank_sequences, columns, parts = batch.own, _sent_columns(batch), []
+    starts, prompt_lengths = rank_sequences.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
+    for index in places:
+        start, end = starts[index : index + 2]
+        parts.append(rank_sequences.tokens[start:end].to(torch.int32))
         for name, column in columns.items():
-            parts.append(column[start if name in WITH_PROMPT else start + prompts[place] : end])
+            parts.append(column[start if name in WITH_PROMPT else start + prompt_lengths[index] : end])
     return _concatenate([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
 
@@ -111,19 +111,19 @@ def _decode(
     """Decode and pack the sequences of `rows`, in this order."""
     index = torch.tensor(rows, dtype=torch.int64)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths[index].cumsum(0)])
-    total = int(cu_seqlens[-1])
-    tokens, mask = torch.empty(total, dtype=torch.int64), torch.zeros(total, dtype=torch.bool)
-    columns = {name: torch.zeros((total, *shape), dtype=kind) for name, kind, shape in kinds}
-    starts, prompts = cu_seqlens.tolist(), batch.prompt_lengths[index].tolist()
-    for row, start, end, prompt in zip(rows, starts, starts[1:], prompts, strict=False):
-        mask[start + prompt : end] = True
-        data, at = data_by_row[row], 4 * (end - start)
-        tokens[start:end] = torch.from_numpy(data[:at].view(np.int32).astype(np.int64))
+    num_tokens = int(cu_seqlens[-1])
+    tokens, mask = torch.empty(num_tokens, dtype=torch.int64), torch.zeros(num_tokens, dtype=torch.bool)
+    columns = {name: torch.zeros((num_tokens, *shape), dtype=dtype) for name, dtype, shape in kinds}
+    starts, prompt_lengths = cu_seqlens.tolist(), batch.prompt_lengths[index].tolist()
+    for row, start, end, prompt_length in zip(rows, starts, starts[1:], prompt_lengths, strict=False):
+        mask[start + prompt_length : end] = True
+        data, offset = data_by_row[row], 4 * (end - start)
+        tokens[start:end] = torch.from_numpy(data[:offset].view(np.int32).astype(np.int64))
         for name, column in columns.items():
-            part = column[start if name in WITH_PROMPT else start + prompt : end]
-            size = part.numel() * part.element_size()
-            part.view(-1).view(torch.uint8).copy_(torch.from_numpy(data[at : at + size]))
-            at += size
+            values = column[start if name in WITH_PROMPT else start + prompt_length : end]
+            size = values.numel() * values.element_size()
+            values.view(-1).view(torch.uint8).copy_(torch.from_numpy(data[offset : offset + size]))
+            offset += size
     mask = columns.pop(MASK, mask)
     columns |= {name: column[index] for name, column in batch.columns.items()}
     return TrainBatch(tokens, cu_seqlens, mask, columns)

@@ -24,11 +24,11 @@ class ProcessPeak:
     def measure(self) -> dict[str, float]:
         if not self._known:
             return {}
-        most = _kilobytes(Path("/proc/self/status"), "VmHWM") * 1024
-        if not 0.95 * self._most < most < 1.05 * self._most:  # smaps_rollup takes milliseconds per GB
+        peak = _kilobytes(Path("/proc/self/status"), "VmHWM") * 1024
+        if not 0.95 * self._most < peak < 1.05 * self._most:  # smaps_rollup takes milliseconds per GB
             rollup = Path("/proc/self/smaps_rollup")
-            self._most, self._of_others = most, (_kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss")) * 1024
-        return {"all": float(most - self._of_others)}
+            self._most, self._of_others = peak, (_kilobytes(rollup, "Rss") - _kilobytes(rollup, "Pss")) * 1024
+        return {"all": float(peak - self._of_others)}
 
 
 def _kilobytes(path: Path, key: str) -> int:

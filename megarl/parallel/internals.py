@@ -45,12 +45,12 @@ def read_table() -> dict[str, Package]:
     table = {}
     for name, package in parse_yaml(text, "internals.yaml").items():
         entries = []
-        for module, listed in package["modules"].items():
-            for entry in listed:
+        for module, module_entries in package["modules"].items():
+            for entry in module_entries:
                 how = next(how for how in ("replaces", "calls", "reads") if how in entry)
                 names = package["prefix"] + module, entry[how]
-                rest = entry.get("with", ""), entry["by"], entry.get("since", "0")
-                entries.append(Internal(*names, how, *rest))
+                usage = entry.get("with", ""), entry["by"], entry.get("since", "0")
+                entries.append(Internal(*names, how, *usage))
         table[name] = Package(package["known"], entries)
     return table
 
@@ -71,17 +71,17 @@ def changed(package: str) -> list[str]:
 
 
 def _problem(entry: Internal) -> str:
-    found = _find(entry.module, entry.name)
-    if found is None:
+    definition = _find(entry.module, entry.name)
+    if definition is None:
         return "is not there"
-    wanted = entry.parameters.split()
-    if entry.how == "reads" or not wanted:
+    parameters = entry.parameters.split()
+    if entry.how == "reads" or not parameters:
         return ""
-    first, names, anything = _parameters(*found)
-    if entry.how == "replaces" and first[: len(wanted)] != wanted:
-        return f"takes {', '.join(first)} and not first {', '.join(wanted)}"
-    missing = [name for name in wanted if name not in names and not anything]
-    return f"has no parameter {missing[0]}" if missing else ""
+    positional_names, names, accepts_any = _parameters(*definition)
+    if entry.how == "replaces" and positional_names[: len(parameters)] != parameters:
+        return f"takes {', '.join(positional_names)} and not first {', '.join(parameters)}"
+    missing_names = [name for name in parameters if name not in names and not accepts_any]
+    return f"has no parameter {missing_names[0]}" if missing_names else ""
 
 
 def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
@@ -94,25 +94,29 @@ def _parameters(module: str, node: ast.AST) -> tuple[list[str], set[str], bool]:
         return fields, set(fields), False
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return [], set(), True
-    given = node.args
-    first = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    return first, {*first, *(argument.arg for argument in given.kwonlyargs)}, given.kwarg is not None
+    arguments = node.args
+    positional_names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    return (
+        positional_names,
+        {*positional_names, *(argument.arg for argument in arguments.kwonlyargs)},
+        arguments.kwarg is not None,
+    )
 
 
 def _fields(module: str, node: ast.ClassDef) -> Iterator[str]:
     """Yield a dataclass's fields, bases first."""
     for base in _bases(module, node):
         yield from _fields(*base)
-    for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            yield line.target.id
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
 
 
 def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
     for base in node.bases:
-        found = _find(module, base.id) if isinstance(base, ast.Name) else None
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            yield found[0], found[1]
+        definition = _find(module, base.id) if isinstance(base, ast.Name) else None
+        if definition is not None and isinstance(definition[1], ast.ClassDef):
+            yield definition[0], definition[1]
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
@@ -125,9 +129,9 @@ def _find(module: str, name: str) -> tuple[str, ast.AST] | None:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    found = _find(_origin(module, node), alias.name)
-                    if found:
-                        return _member(*found, member) if member else found
+                    definition = _find(_origin(module, node), alias.name)
+                    if definition:
+                        return _member(*definition, member) if member else definition
         elif isinstance(node, ast.Import):
             if any((alias.asname or alias.name) == name for alias in node.names):
                 return module, node
@@ -140,13 +144,17 @@ def _member(module: str, node: ast.AST, name: str) -> tuple[str, ast.AST] | None
     """Return (module, node) of a member, also of a base, or set in a method."""
     if not isinstance(node, ast.ClassDef):
         return None
-    for line in node.body:
-        if name in _defined_names(line):
-            return module, line
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and inner.attr == name and isinstance(inner.ctx, ast.Store):
-            return module, inner
-    return next((found for base in _bases(module, node) if (found := _member(*base, name))), None)
+    for statement in node.body:
+        if name in _defined_names(statement):
+            return module, statement
+    for descendant in ast.walk(node):
+        if (
+            isinstance(descendant, ast.Attribute)
+            and descendant.attr == name
+            and isinstance(descendant.ctx, ast.Store)
+        ):
+            return module, descendant
+    return next((definition for base in _bases(module, node) if (definition := _member(*base, name))), None)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -154,8 +162,8 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
-            for inner in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(node, inner, []))
+            for block_name in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, block_name, []))
 
 
 def _defined_names(node: ast.AST) -> set[str]:
@@ -183,11 +191,11 @@ def _tree(module: str) -> ast.Module | None:
 
 def _path(module: str) -> Path | None:
     """Find a module's file; an import may need a GPU."""
-    top, *rest = module.split(".")
-    spec = find_spec(top) if top else None
+    package, *submodules = module.split(".")
+    spec = find_spec(package) if package else None
     for location in (spec.submodule_search_locations or ()) if spec else ():
-        place = Path(location).joinpath(*rest)
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
+        base_path = Path(location).joinpath(*submodules)
+        for path in (base_path.with_suffix(".py"), base_path / "__init__.py"):
             if path.is_file():
                 return path
     return None

@@ -70,16 +70,16 @@ def launch(
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
-    forwarded: list[int] = []
+    forwarded_signals: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if forwarded or number not in _FORWARDED or not grace:
-            raise _Terminated(forwarded[0] if number == signal.SIGALRM else number)
-        forwarded.append(number)
+        if forwarded_signals or number not in _FORWARDED or not grace:
+            raise _Terminated(forwarded_signals[0] if number == signal.SIGALRM else number)
+        forwarded_signals.append(number)
         # Notify the caller too, so that it starts no new ranks.
-        if callable(before := handlers[signal.Signals(number)]):
-            before(number, frame)
+        if callable(previous_handler := handlers[signal.Signals(number)]):
+            previous_handler(number, frame)
         # Not print, which the signal may have interrupted.
         line = f"megarl: {signal.Signals(number).name}: the ranks have {grace:g} s to save and leave\n"
         os.write(sys.stderr.fileno(), line.encode())
@@ -89,8 +89,8 @@ def launch(
                 os.kill(rank.pid, signal.SIGUSR1)
 
     with mark_required(Path(os.environ.get("TMPDIR", "/tmp"))):
-        errors = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
-    with errors as error_folder:
+        error_directory = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
+    with error_directory as error_folder:
         error_files = [Path(error_folder, str(rank)) for rank in range(count_local_ranks(config))]
         try:
             for number in handlers:
@@ -101,14 +101,16 @@ def launch(
                 meanwhile()
             if codes == {0}:
                 return 0
-            killed = _end_ranks(ranks)
+            killed_ranks = _end_ranks(ranks)
             failures = {}
             for rank, (process, file) in enumerate(zip(ranks, error_files, strict=True)):
-                code = -signal.SIGTERM if rank in killed else process.exitcode
+                code = -signal.SIGTERM if rank in killed_ranks else process.exitcode
                 if code:
-                    written = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-                    failures[rank] = code, written
-            code, line = explain_failures(failures, folder, forwarded[0] if forwarded else None)
+                    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+                    failures[rank] = code, content
+            code, line = explain_failures(
+                failures, folder, forwarded_signals[0] if forwarded_signals else None
+            )
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
@@ -164,14 +166,14 @@ def _start_ranks(
 def without_tokenizer_threads() -> Iterator[None]:
     """Keep tokenizers from starting threads before ranks are forked."""
     name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "false"
     try:
         yield
     finally:
         del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        if old_value is not None:
+            os.environ[name] = old_value
 
 
 def _may_fork(config: ParallelConfig) -> bool:
@@ -199,7 +201,7 @@ def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRe
 def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
     """End the ranks and their children. Return the ranks that SIGTERM did not end."""
 
-    def send(number: signal.Signals) -> None:
+    def send_signal(number: signal.Signals) -> None:
         for rank in ranks:
             if rank.exitcode is None and rank.pid is not None:
                 try:
@@ -208,31 +210,33 @@ def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
                     with suppress(ProcessLookupError):
                         os.kill(rank.pid, number)
 
-    send(signal.SIGTERM)
-    end = time.monotonic() + PATIENCE
-    while (left := [n for n, rank in enumerate(ranks) if rank.exitcode is None]) and time.monotonic() < end:
+    send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    while (
+        running_ranks := [n for n, rank in enumerate(ranks) if rank.exitcode is None]
+    ) and time.monotonic() < deadline:
         time.sleep(POLL)
-    send(signal.SIGKILL)
-    for n in left:
+    send_signal(signal.SIGKILL)
+    for n in running_ranks:
         ranks[n].join(PATIENCE)
-    return set(left)
+    return set(running_ranks)
 
 
 def environment_of_children() -> dict[str, str]:
     """Return an engine's environment: this one without the launcher's variables.
 
     SGLang's memory saver refuses expandable segments, so remove these too."""
-    of_ranks = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
-    launcher = {*of_ranks, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
-    kept = {
+    rank_variables = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
+    launcher_variables = {*rank_variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
+    environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in launcher and not name.startswith("TORCHELASTIC_")
+        if name not in launcher_variables and not name.startswith("TORCHELASTIC_")
     }
-    for name in ALLOCATOR & kept.keys():
-        if rest := EXPANDABLE.sub("", kept.pop(name)).strip(", "):
-            kept[name] = rest
-    return kept
+    for name in ALLOCATOR & environment.keys():
+        if options := EXPANDABLE.sub("", environment.pop(name)).strip(", "):
+            environment[name] = options
+    return environment
 
 
 def explain_failures(
@@ -246,24 +250,24 @@ def explain_failures(
     First comes a hang that a watchdog reported, as the stuck rank is killed too; then a killed rank; then the
     first error. Last are ranks that lost peers, or that NCCL or the launcher ended."""
 
-    def order(rank: int) -> tuple[int, float]:
+    def get_priority(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
-        written = isinstance(error, dict) and "line" in error
-        if code == HUNG and written:
+        has_line = isinstance(error, dict) and "line" in error
+        if code == HUNG and has_line:
             return -1, error["timestamp"]
         if code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM):
             return 0, 0.0
-        if written:
+        if has_line:
             return (2 if error["peer_lost"] else 1), error["timestamp"]
         # NCCL's watchdog aborts ranks that wait for an ended one.
         return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, 1), 0.0
 
-    rank = min(failures, key=order)
+    rank = min(failures, key=get_priority)
     code, error = failures[rank]
     # SIGUSR1 kills a rank that has no handler yet, or no more.
     if forwarded is not None and code == -signal.SIGUSR1:
-        stopped = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
-        return Interrupted.code, f"{stopped}; the same command continues from what is in {folder}"
+        reason = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
+        return Interrupted.code, f"{reason}; the same command continues from what is in {folder}"
     if isinstance(error, dict) and "line" in error and not (code < 0 and error["peer_lost"]):
         return (code if code > 0 else error["code"]), str(error["line"])
     if code < 0:
@@ -273,10 +277,10 @@ def explain_failures(
             if -code == signal.SIGKILL
             else ""
         )
-        killed = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
-        return 128 - code, f"{killed}; what the run wrote is in {folder}"
-    ended = f"rank {rank} ended with exit code {code}"
-    return code, f"{ended}: its output is above, what the run wrote is in {folder}"
+        cause = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
+        return 128 - code, f"{cause}; what the run wrote is in {folder}"
+    failure = f"rank {rank} ended with exit code {code}"
+    return code, f"{failure}: its output is above, what the run wrote is in {folder}"
 
 
 def write_error_file(line: str, code: int, *, peer_lost: bool = False) -> bool:

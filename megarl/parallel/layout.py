@@ -35,8 +35,8 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = vars(self)
         if min(sizes.values()) < 1:
-            got = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            raise ValueError(f"every parallel size must be at least 1 (got {got})")
+            sizes_text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(f"every parallel size must be at least 1 (got {sizes_text})")
         if self.stage % self.ep:
             ranks = f"tp * cp * dp = {self.stage}" if self.cp > 1 else f"tp * dp = {self.stage}"
             raise ValueError(f"ep={self.ep} must divide {ranks}, the ranks of a pipeline stage")
@@ -58,9 +58,9 @@ class Layout:
     def coords(self, rank: int) -> Coords:
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside of {self}")
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
+        quotient, tp = divmod(rank, self.tp)
+        quotient, cp = divmod(quotient, self.cp)
+        pp, dp = divmod(quotient, self.dp)
         return Coords(tp, cp, dp, pp)
 
     def layers(self, layers: int, pp_rank: int) -> list[int]:

@@ -81,7 +81,7 @@ class Lease:
 
     def renew(self) -> None:
         """Renew the lease. Raises LeaseError if it is lost, or about to expire."""
-        hold, now = _held_leases[self], time.monotonic()
+        hold, start = _held_leases[self], time.monotonic()
         try:
             os.utime(self.path)
         except OSError as error:
@@ -90,16 +90,16 @@ class Lease:
                     f"{self.path.parent}: its lease {self.path.name} is gone: another command has "
                     "taken the folder over, or it was deleted (this command writes nothing more)"
                 ) from None
-            if now - hold.renewed < 0.9 * self.limit:
+            if start - hold.renewed < 0.9 * self.limit:
                 return  # the file system may come back
-            silent = f"its lease could not be renewed for {now - hold.renewed:.0f} s: {error.strerror}"
+            problem = f"its lease could not be renewed for {start - hold.renewed:.0f} s: {error.strerror}"
             raise LeaseError(
-                f"{self.path.parent}: {silent} (another command may take the folder over now; "
+                f"{self.path.parent}: {problem} (another command may take the folder over now; "
                 "repair the file system and start again)"
             ) from None
-        hold.renewed = now
+        hold.renewed = start
         if hold.timer is not None:
-            hold.timer.set(self.limit - (time.monotonic() - now))
+            hold.timer.set(self.limit - (time.monotonic() - start))
 
     def release(self) -> None:
         """Release the folder. Raises LeaseError if another command has taken it.
@@ -133,12 +133,12 @@ class Lease:
                 raise LeaseError(f"{self.path.parent}: another command has taken it over") from None
             _lock(file)
             _held_leases[self] = _Hold(file, time.monotonic())
-        hold, end = _held_leases[self], threading.Event()
+        hold, stop_event = _held_leases[self], threading.Event()
         hold.timer = _Timer() if sys.platform == "linux" else None
         self.renew()
 
-        def keep() -> None:
-            while not end.wait(self.limit / RENEWALS):
+        def renew_regularly() -> None:
+            while not stop_event.wait(self.limit / RENEWALS):
                 try:
                     renew_held()
                 except LeaseError as error:
@@ -148,13 +148,13 @@ class Lease:
                         print(f"megarl: {error}", file=sys.stderr, flush=True)
                     os._exit(error.code)
 
-        thread = threading.Thread(target=keep, name="lease", daemon=True)
+        thread = threading.Thread(target=renew_regularly, name="lease", daemon=True)
         thread.start()
         try:
             with private_files():
                 yield
         finally:
-            end.set()
+            stop_event.set()
             thread.join()
             if hold.timer is not None:
                 hold.timer.delete()
@@ -183,7 +183,7 @@ def hold_lease(
     New files are private to this user. Raises ConfigError if the folder is not writable, not private or
     taken, and Interrupted if `stop` ended the wait."""
     name = f"{key}: {folder}" if key else str(folder)
-    me = Owner(
+    new_owner = Owner(
         command=command,
         host=socket.gethostname(),
         machine=_machine(),
@@ -194,7 +194,7 @@ def hold_lease(
         limit=limit,
         locked=True,
     )
-    lease, started, is_reported = None, time.monotonic(), False
+    lease, start, is_reported = None, time.monotonic(), False
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_private(folder, name)
@@ -202,16 +202,16 @@ def hold_lease(
             number, path = _newest(folder)
             owner = _owner(path, limit) if path is not None else None
             if path is None or owner is None or _is_expired(path, owner):
-                lease = _create(folder.resolve(), number + 1, me)  # None: another command was faster
+                lease = _create(folder.resolve(), number + 1, new_owner)  # None: another command was faster
                 continue
-            waited = time.monotonic() - started
+            wait_seconds = time.monotonic() - start
             if stop():
                 raise Interrupted(f"{name}: stopped, while {owner} (nothing was written)")
-            if waited >= max(wait, PATIENCE):
+            if wait_seconds >= max(wait, PATIENCE):
                 what = f"{owner}, and gave its last sign of life {_age(path):.0f} s ago"
                 what += f"; waited {wait:g} s for it" if wait > PATIENCE else ""
                 raise ConfigError(f"{name}: {what} ({remedy})")
-            if not is_reported and waited >= PATIENCE:
+            if not is_reported and wait_seconds >= PATIENCE:
                 is_reported = True
                 what = f"{name}: {owner}; waits at most {wait:g} s for it"
                 print(f"megarl: {what}", file=sys.stderr, flush=True)
@@ -228,27 +228,27 @@ def hold_lease(
 @contextmanager
 def private_files() -> Iterator[None]:
     """Make the block's new files private to this user."""
-    before = os.umask(0o077)
+    old_umask = os.umask(0o077)
     try:
         yield
     finally:
-        os.umask(before)
+        os.umask(old_umask)
 
 
 def _check_private(folder: Path, name: str) -> None:
     """Raise ConfigError if other users can replace files; warn if a group can."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         # Not the process's uid: a file server may map root to another user.
-        mine = os.fstat(probe.fileno()).st_uid
-    found = folder.stat()
+        uid = os.fstat(probe.fileno()).st_uid
+    status = folder.stat()
     remedy = "choose a folder that other users cannot write into"
-    if found.st_uid != mine:
-        owner, me = _get_name(pwd.getpwuid, found.st_uid), _get_name(pwd.getpwuid, mine)
-        raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {me} ({remedy})")
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_uid != uid:
+        owner, user = _get_name(pwd.getpwuid, status.st_uid), _get_name(pwd.getpwuid, uid)
+        raise ConfigError(f"{name}: belongs to the user {owner}, and this command runs as {user} ({remedy})")
+    if status.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{name}: any user may write there (chmod o-w {folder}, or {remedy})")
-    if found.st_mode & stat.S_IWGRP and found.st_gid != mine:  # equal: the user's own group
-        group = _get_name(grp.getgrgid, found.st_gid)
+    if status.st_mode & stat.S_IWGRP and status.st_gid != uid:  # equal: the user's private group
+        group = _get_name(grp.getgrgid, status.st_gid)
         what = f"members of the group {group} may write there, and so act in this user's name"
         print(
             f"megarl: {name}: {what} (chmod g-w {folder}, unless that is meant)", file=sys.stderr, flush=True
@@ -269,11 +269,11 @@ def replace_folder(folder: Path) -> None:
     another command has it."""
     with hold_lease(folder, "megarl", remedy="stop it there, wait for it, or choose another folder"):
         pass
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old_folder = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old_folder, ignore_errors=True)
     if folder.exists():
-        folder.rename(old)
-        shutil.rmtree(old)
+        folder.rename(old_folder)
+        shutil.rmtree(old_folder)
     folder.mkdir(parents=True, mode=0o700)
 
 
@@ -284,8 +284,10 @@ def renew_held() -> None:
 
 
 def _newest(folder: Path) -> tuple[int, Path | None]:
-    found = [(int(match[1]), folder / match[0]) for match in map(NAME.fullmatch, os.listdir(folder)) if match]
-    return max(found, default=(0, None), key=lambda one: one[0])
+    entries = [
+        (int(match[1]), folder / match[0]) for match in map(NAME.fullmatch, os.listdir(folder)) if match
+    ]
+    return max(entries, default=(0, None), key=lambda entry: entry[0])
 
 
 def _owner(path: Path, limit: float) -> Owner | None:
@@ -396,8 +398,8 @@ class _Timer:
         )
 
     def set(self, seconds: float) -> None:
-        whole = int(max(seconds, 0.001))
-        value = (ctypes.c_long * 2)(whole, int((max(seconds, 0.001) - whole) * 1e9))
+        full_seconds = int(max(seconds, 0.001))
+        value = (ctypes.c_long * 2)(full_seconds, int((max(seconds, 0.001) - full_seconds) * 1e9))
         self._check(self._libc.timer_settime(self._timer, 0, ctypes.byref(_Times(value=value)), None))
 
     def delete(self) -> None:
@@ -405,8 +407,8 @@ class _Timer:
 
     def _check(self, code: int) -> None:
         if code:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), "timer")
+            error_number = ctypes.get_errno()
+            raise OSError(error_number, os.strerror(error_number), "timer")
 
 
 @dataclass

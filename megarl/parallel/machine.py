@@ -72,12 +72,12 @@ def matrix_rates(processes: int) -> dict[str, float]:
     This process may fork ranks, so it starts no torch threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", MATRIX_RATES]
-    started = [
+    children = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(processes)
     ]
-    found = [list(map(float, one.communicate(timeout=120)[0].split())) for one in started]
-    means = [sum(rates) / processes for rates in zip(*found, strict=True)]
+    rates_by_child = [list(map(float, child.communicate(timeout=120)[0].split())) for child in children]
+    means = [sum(rates) / processes for rates in zip(*rates_by_child, strict=True)]
     return dict(zip(("fp32", "bf16"), means, strict=True))
 
 
@@ -97,13 +97,13 @@ def installed() -> dict[str, str]:
 
 def find_misfit(versions: Mapping[str, str], python: tuple[int, int]) -> str | None:
     """Find the first unsuitable package."""
-    works = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
-    for name, (oldest, newer) in SUPPORTED.items():
-        bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, newer))}"
-        install = f"pip install '{name}{works.get(name, bounds)}'"
+    tested_bounds = {"megatron-core": f"=={MEGATRON[python >= (3, 12)]}"}
+    for name, (oldest, too_new) in SUPPORTED.items():
+        bounds = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, too_new))}"
+        install = f"pip install '{name}{tested_bounds.get(name, bounds)}'"
         if name not in versions:
             return f"{name} is not installed ({install})"
-        if not oldest <= _numbers(versions[name]) < newer:
+        if not oldest <= _numbers(versions[name]) < too_new:
             return f"{name} {versions[name]}: megarl runs with {name}{bounds} ({install})"
     if _numbers(versions["megatron-core"]) >= IMPORTS_TRITON and "triton" not in versions:
         megatron = f"megatron-core {versions['megatron-core']}"
@@ -151,51 +151,57 @@ def memory_saver_problem(cuda: str) -> str | None:
     if spec is None or spec.origin is None:
         return None
     name = f"torch_memory_saver_hook_mode_preload_cu{cuda.partition('.')[0]}.abi3.so"
-    preloaded = Path(spec.origin).parents[1] / name
-    if not preloaded.exists():
+    library = Path(spec.origin).parents[1] / name
+    if not library.exists():
         return None  # other names: SGLang reports problems itself
     paths = os.pathsep.join(filter(None, [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]))
-    environment = {**os.environ, "LD_PRELOAD": str(preloaded), "LD_LIBRARY_PATH": paths}
+    environment = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": paths}
     command = [sys.executable, "-S", "-c", ""]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return f"sglang's memory saver cannot be preloaded: Python did not start within 60 s ({INSTALL})"
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return f"sglang's memory saver cannot be preloaded: {last} ({INSTALL})"
+    last_line = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    return f"sglang's memory saver cannot be preloaded: {last_line} ({INSTALL})"
 
 
 def list_unmet_requirements(package: str) -> list[str]:
     version, lines = get_version(package), []
     for text in (metadata.requires(package) or []) if version else []:
         try:
-            wanted = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = get_version(wanted.name)
-        if found is None or not wanted.specifier.contains(found, prereleases=True):
-            there = f"{wanted.name} {found}" if found else f"no {wanted.name}"
-            needs = f"{package} {version} needs {wanted.name}{wanted.specifier}"
-            lines.append(f"{needs}, there is {there} ({INSTALL})")
+        installed_version = get_version(requirement.name)
+        if installed_version is None or not requirement.specifier.contains(
+            installed_version, prereleases=True
+        ):
+            installed_text = (
+                f"{requirement.name} {installed_version}" if installed_version else f"no {requirement.name}"
+            )
+            required_text = f"{package} {version} needs {requirement.name}{requirement.specifier}"
+            lines.append(f"{required_text}, there is {installed_text} ({INSTALL})")
     return lines
 
 
 def lock_problem(lock: str) -> str | None:
     pins: dict[str, str] = dict(re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE))
-    found = {name: get_version(name) for name in pins}
+    versions = {name: get_version(name) for name in pins}
     # Ignores the build in 2.14.1+cu130.
-    off = [name for name, wanted in pins.items() if (found[name] or "").partition("+")[0] != wanted]
-    if not off:
+    mismatches = [name for name, pin in pins.items() if (versions[name] or "").partition("+")[0] != pin]
+    if not mismatches:
         return None
-    shown = sorted(off, key=lambda name: (canonicalize_name(name) not in LOCKED_FIRST, name))[:4]
-    listed = ", ".join(f"{name} {found[name] or 'missing'} (there {pins[name]})" for name in shown)
-    listed += ", ..." if len(off) > 4 else ""
-    count = f"{len(off)} of {len(pins)} packages"
-    return f"{count} are not as in requirements-gpu.txt: {listed} ({INSTALL})"
+    examples = sorted(mismatches, key=lambda name: (canonicalize_name(name) not in LOCKED_FIRST, name))[:4]
+    examples_text = ", ".join(
+        f"{name} {versions[name] or 'missing'} (there {pins[name]})" for name in examples
+    )
+    examples_text += ", ..." if len(mismatches) > 4 else ""
+    count = f"{len(mismatches)} of {len(pins)} packages"
+    return f"{count} are not as in requirements-gpu.txt: {examples_text} ({INSTALL})"
 
 
 def broken_transformer_engine() -> str:
@@ -210,12 +216,14 @@ def broken_transformer_engine() -> str:
         return f"{folder}: a folder without a package in the place of Transformer Engine (remove it)"
     version = get_version("transformer-engine")
     for name in ("transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12"):
-        if (found := get_version(name)) not in (None, version):
-            return f"{folder}: transformer-engine {version} does not go with {name} {found} ({INSTALL})"
+        if (part_version := get_version(name)) not in (None, version):
+            return (
+                f"{folder}: transformer-engine {version} does not go with {name} {part_version} ({INSTALL})"
+            )
     # Only the package itself puts the compiled module's folder on the path.
     if get_version("transformer-engine-torch") is None and find_spec("transformer_engine_torch") is None:
-        lacks = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
-        return f"{folder}: {lacks} ({INSTALL}, or uninstall it)"
+        problem = f"transformer-engine {version} lacks its compiled half, transformer-engine-torch"
+        return f"{folder}: {problem} ({INSTALL}, or uninstall it)"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns before it raises
@@ -224,8 +232,8 @@ def broken_transformer_engine() -> str:
     except Exception as error:  # noqa: BLE001 (the kind depends on the missing part)
         reason = first_line(error)
         hint = "compiled for another torch? " if "undefined symbol" in reason else ""
-        cannot = f"this Transformer Engine cannot be imported: {reason.rstrip('.')}"
-        return f"{folder}: {cannot} ({hint}{INSTALL}, or uninstall it)"
+        failure = f"this Transformer Engine cannot be imported: {reason.rstrip('.')}"
+        return f"{folder}: {failure} ({hint}{INSTALL}, or uninstall it)"
     return ""
 
 
@@ -233,8 +241,8 @@ def transformer_engine_problem(device_type: str) -> str:
     """Check that Transformer Engine can run on this device type. Takes seconds."""
     if find_spec("transformer_engine") is None:
         return NEEDS_TE
-    if broken := broken_transformer_engine():
-        return broken
+    if problem := broken_transformer_engine():
+        return problem
     # The real kernels need CUDA; those of tests/te name their devices.
     device_types = getattr(importlib.import_module("transformer_engine_torch"), "device_types", ("cuda",))
     return "" if device_type in device_types else NEEDS_TE
@@ -258,25 +266,25 @@ def cudnn_problem() -> str:
 
 
 def muon_problem() -> str:
-    megatron = get_version("megatron-core") or "0"
-    if _numbers(megatron) < (0, 18):
-        return f"needs megatron-core 0.18 or later, and there is {megatron}"
+    version = get_version("megatron-core") or "0"
+    if _numbers(version) < (0, 18):
+        return f"needs megatron-core 0.18 or later, and there is {version}"
     return "" if find_spec("emerging_optimizers") else "needs emerging-optimizers, which is not installed"
 
 
 def import_problem(package: str, code: str, limit: float = 300.0) -> str | None:
-    command, nothing = [sys.executable, "-c", code], subprocess.DEVNULL
+    command, no_input = [sys.executable, "-c", code], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, stdin=nothing, check=False
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, stdin=no_input, check=False
         )
     except subprocess.TimeoutExpired:
         return f"{package}: its import takes more than {limit:.0f} s (a slow disk?)"
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    hint = ", compiled for another torch?" if "undefined symbol" in last else ""
-    return f"{package} {get_version(package)} cannot be imported: {last[:300]}{hint} ({INSTALL})"
+    last_line = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    hint = ", compiled for another torch?" if "undefined symbol" in last_line else ""
+    return f"{package} {get_version(package)} cannot be imported: {last_line[:300]}{hint} ({INSTALL})"
 
 
 def engine_import_problem(name: EngineName) -> str | None:
@@ -289,36 +297,36 @@ def engine_import_problem(name: EngineName) -> str | None:
 def allocator_problem(environment: Mapping[str, str] = os.environ) -> str | None:
     """Note that the engine runs without torch's expandable segments."""
     for name in sorted(ALLOCATOR):
-        if (found := EXPANDABLE.search(environment.get(name, ""))) and found[1].lower() == "true":
-            refused = "SGLang runs without expandable_segments, which its memory saver refuses"
-            return f"{name}: {refused} (unset {name} for both)"
+        if (match := EXPANDABLE.search(environment.get(name, ""))) and match[1].lower() == "true":
+            problem = "SGLang runs without expandable_segments, which its memory saver refuses"
+            return f"{name}: {problem} (unset {name} for both)"
     return None
 
 
 def attention_problem(attention: str, environment: Mapping[str, str] = os.environ) -> str:
     """Check that Transformer Engine's variables do not contradict `model.attention`."""
     for kernels in ("flash", "fused", "unfused"):
-        name, wanted = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
-        if (found := environment.get(name, wanted)) != wanted:
-            return f"{name}: {found}, and model.attention is {attention} (unset it, and set that instead)"
+        name, expected = f"NVTE_{kernels.upper()}_ATTN", str(int(attention in ("auto", kernels)))
+        if (value := environment.get(name, expected)) != expected:
+            return f"{name}: {value}, and model.attention is {attention} (unset it, and set that instead)"
     return ""
 
 
 def measure_usable_memory(root: Path = Path("/")) -> int:
     """Return bytes of memory, as limited by control groups (v1 or v2)."""
-    total = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
-    limits = [int(total[1]) * 1024] if total else []
+    total_match = re.search(r"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+    limits = [int(total_match[1]) * 1024] if total_match else []
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        cgroup_lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
-        groups = []
-    for line in groups:
+        cgroup_lines = []
+    for line in cgroup_lines:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        top, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
-        mount, place = root / "sys/fs/cgroup" / top, Path(path.lstrip("/"))
-        for folder in (place, *place.parents):
+        subfolder, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
+        mount, group_path = root / "sys/fs/cgroup" / subfolder, Path(path.lstrip("/"))
+        for folder in (group_path, *group_path.parents):
             # A container may see its group at the top.
             file = mount / folder / name
             text = file.read_text().strip() if file.is_file() else ""
@@ -335,11 +343,11 @@ def hostname_problem() -> str | None:
         "for jobs of several nodes correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the network's interface"
     )
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
         return f"hostname {name} does not resolve ({remedy})"
-    if ipaddress.ip_address(found[0].partition("%")[0]).is_loopback:
-        return f"hostname {name} resolves to {found[0]}, where no other node reaches it ({remedy})"
+    if ipaddress.ip_address(addresses[0].partition("%")[0]).is_loopback:
+        return f"hostname {name} resolves to {addresses[0]}, where no other node reaches it ({remedy})"
     return None
 
 
@@ -349,7 +357,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     With only some of torchrun's, this process would wait for ranks that nobody starts."""
     remedy = "torchrun sets them all; unset RANK and WORLD_SIZE to start without it"
 
-    def number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
+    def read_number(name: str, least: int, below: int | None = None, why: str = "") -> int | None:
         text = environment.get(name)
         if text is None:
             return None
@@ -361,24 +369,30 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
             raise ConfigError(f"{name}: must be {least}{upper or ' or more'} (got {value}; {remedy})")
         return value
 
-    world = number("WORLD_SIZE", 1)
-    number("RANK", 0, world, ", as WORLD_SIZE says")
-    local = number("LOCAL_WORLD_SIZE", 1, None if world is None else world + 1, ", as WORLD_SIZE says")
-    number("LOCAL_RANK", 0, local or world, f", as {'LOCAL_' if local else ''}WORLD_SIZE says")
-    port = number("MASTER_PORT", 1, 65536)
-    there = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in environment]
-    if {"RANK", "WORLD_SIZE"} & {*there} and len(there) < 4:
-        absent = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - {*there}
-        raise ConfigError(f"{there[0]}: is set, but not {', '.join(sorted(absent))} ({remedy})")
+    world = read_number("WORLD_SIZE", 1)
+    read_number("RANK", 0, world, ", as WORLD_SIZE says")
+    local_world = read_number(
+        "LOCAL_WORLD_SIZE", 1, None if world is None else world + 1, ", as WORLD_SIZE says"
+    )
+    read_number(
+        "LOCAL_RANK", 0, local_world or world, f", as {'LOCAL_' if local_world else ''}WORLD_SIZE says"
+    )
+    port = read_number("MASTER_PORT", 1, 65536)
+    set_names = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if {"RANK", "WORLD_SIZE"} & {*set_names} and len(set_names) < 4:
+        unset_names = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - {*set_names}
+        raise ConfigError(f"{set_names[0]}: is set, but not {', '.join(sorted(unset_names))} ({remedy})")
     if "RANK" in environment:
         host = environment["MASTER_ADDR"]
         try:
             socket.getaddrinfo(host or " ", port)
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"MASTER_ADDR: {host!r}: {error} (name the node of rank 0)") from None
-    end = environment.get("SLURM_JOB_END_TIME", "0")
-    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", end):
-        raise ConfigError(f"SLURM_JOB_END_TIME: {end!r} is not a time in seconds since 1970 (Slurm sets it)")
+    end_time = environment.get("SLURM_JOB_END_TIME", "0")
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", end_time):
+        raise ConfigError(
+            f"SLURM_JOB_END_TIME: {end_time!r} is not a time in seconds since 1970 (Slurm sets it)"
+        )
 
 
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:
@@ -395,17 +409,17 @@ def unseen_gpu(environment: Mapping[str, str]) -> str | None:
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", file.read_text(encoding="utf-8"))
+        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", file.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return found and found[1]
+    return match and match[1]
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
     """Check that the driver is new enough for the major version of CUDA."""
     if driver is None or cuda is None:
         return None
-    needed = DRIVERS.get(int(cuda.split(".")[0]))
-    if needed and _numbers(driver) < _numbers(needed):
-        return f"driver {driver} is too old for CUDA {cuda}, of which torch is: {needed} or newer"
+    oldest_driver = DRIVERS.get(int(cuda.split(".")[0]))
+    if oldest_driver and _numbers(driver) < _numbers(oldest_driver):
+        return f"driver {driver} is too old for CUDA {cuda}, of which torch is: {oldest_driver} or newer"
     return None

@@ -82,37 +82,37 @@ def check_nodes(
     """Check this node, its differences from others, and the network. Every node calls this.
 
     problems: found earlier on this node"""
-    first = place.node == 0
+    is_first = place.node == 0
     try:
-        joined = open_store(place.host, place.port, place.nodes, place.limit, first=first)
+        unsigned_store = open_store(place.host, place.port, place.nodes, place.limit, first=is_first)
     except (OSError, dist.DistError, RuntimeError):
         where = f"{place.host}:{place.port} within {place.limit:.0f} s"
         return Findings([f"{place.name}: cannot reach {where} (a firewall, or the wrong interface?)"], [])
-    store = SignedStore(joined)
+    store = SignedStore(unsigned_store)
     secret = needs.folder / f".nodes-{place.port}"  # others must see it
-    if not first:
+    if not is_first:
         store.wait("begin", place.limit)
     try:
-        agree_on_secret(secret, VISIBLE, first=first)
+        agree_on_secret(secret, VISIBLE, first=is_first)
     except WaitTimeout:
         what = f"{place.name}: does not see the first node's file in {needs.folder}"
         line = f"{what} (it must be writable, and shared by all nodes)"
         with suppress(dist.DistError):  # the first node has left
-            joined.set(f"unseen/{place.node}", line)  # not signed: this node has no secret
-            joined.set(f"heard/facts/{place.node}", "")
+            unsigned_store.set(f"unseen/{place.node}", line)  # not signed: this node has no secret
+            unsigned_store.set(f"heard/facts/{place.node}", "")
         return Findings([line], [])
     except ConfigError as error:
         return Findings([f"{place.name}: {error}"], [])
-    if first:
+    if is_first:
         store.set("begin", "")
     try:
-        found = [*problems, *_device_problems(needs), *_host_problems(needs)]
+        node_problems = [*problems, *_device_problems(needs), *_host_problems(needs)]
         if place.nodes > 1 and (problem := hostname_problem()):
-            found.append(problem)
-        facts = {"name": place.name, "problems": found, "versions": dict(versions)}
+            node_problems.append(problem)
+        facts = {"name": place.name, "problems": node_problems, "versions": dict(versions)}
         store.set(f"facts/{place.node}", json.dumps(facts))
-        all_problems = _check_nodes(store, place, clock) if first else []
-        if not first and store.wait(f"ask/{place.node}", place.limit * 2):
+        all_problems = _check_nodes(store, place, clock) if is_first else []
+        if not is_first and store.wait(f"ask/{place.node}", place.limit * 2):
             store.set(f"clock/{place.node}", repr(clock()))
         findings = _share(store, place, "facts", Findings(all_problems, []))
         if findings.problems:
@@ -122,39 +122,39 @@ def check_nodes(
         notes: list[str] = []
         for i, (backend, size, bandwidth) in enumerate(networks(needs)):
             # Separate keys: an earlier network's address leads to a closed socket.
-            own = dist.PrefixStore(f"network/{i}", joined)
-            findings = _try_network(own, place, backend, size, bandwidth)
+            network_store = dist.PrefixStore(f"network/{i}", unsigned_store)
+            findings = _try_network(network_store, place, backend, size, bandwidth)
             notes += findings.notes
             if findings.problems:
                 return Findings(findings.problems, notes)
         return Findings([], notes)
     finally:
-        if first and SECRET_FILE not in os.environ:
+        if is_first and SECRET_FILE not in os.environ:
             secret.unlink(missing_ok=True)
 
 
 def _device_problems(needs: NodeNeeds) -> list[str]:
     if not needs.devices:
         return []
-    found = torch.cuda.device_count()
-    if found != needs.devices:
-        why = None if found else driver_problem(driver_version(), torch.version.cuda)
+    count = torch.cuda.device_count()
+    if count != needs.devices:
+        why = None if count else driver_problem(driver_version(), torch.version.cuda)
         why = why or "run nvidia-smi: is the driver loaded?"
-        return [f"{found} GPUs, {needs.devices} were asked for ({why})"]
+        return [f"{count} GPUs, {needs.devices} were asked for ({why})"]
     problems = []
-    for index in range(found):
+    for index in range(count):
         try:
             free, total = torch.cuda.mem_get_info(index)
-            one = torch.ones(256, 256, device=f"cuda:{index}")
-            broken = float((one @ one).sum()) != 256.0**3
+            ones = torch.ones(256, 256, device=f"cuda:{index}")
+            is_wrong = float((ones @ ones).sum()) != 256.0**3
         except RuntimeError as error:
             problems.append(f"GPU {index} does not work: {first_line(error)}")
             continue
-        if broken:
+        if is_wrong:
             problems.append(f"GPU {index} computes wrong results")
         if free < DEVICE_FREE * total:
-            there = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-            problems.append(f"GPU {index}: {there}: another process is on it")
+            memory_text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+            problems.append(f"GPU {index}: {memory_text}: another process is on it")
     return problems
 
 
@@ -176,7 +176,7 @@ def _host_problems(needs: NodeNeeds) -> list[str]:
 def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float]) -> list[str]:
     """Return, on the first node, lines about silent, unsound and different nodes."""
     deadline = time.monotonic() + place.limit
-    facts, unseen = {}, dict[int, str]()
+    facts, secret_problems = {}, dict[int, str]()
     for node in range(place.nodes):
         key = f"facts/{node}"
         while not store.has(key) and not store.has(f"unseen/{node}") and time.monotonic() < deadline:
@@ -185,33 +185,39 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
             facts[node] = json.loads(store.get(key))
         elif store.has(f"unseen/{node}"):
             line = store.store.get(f"unseen/{node}")[:UNSIGNED].decode(errors="replace")
-            unseen[node] = "".join(filter(str.isprintable, line))
-    names = ", ".join(sorted(fact["name"] for fact in facts.values()))
-    problems = [*unseen.values()] + [
+            secret_problems[node] = "".join(filter(str.isprintable, line))
+    names = ", ".join(sorted(node_facts["name"] for node_facts in facts.values()))
+    problems = [*secret_problems.values()] + [
         f"node {node} of {place.nodes} has not reported within {place.limit:.0f} s (those that have: {names})"
         for node in range(place.nodes)
-        if node not in facts and node not in unseen
+        if node not in facts and node not in secret_problems
     ]
-    first = facts[0]
-    for node, fact in sorted(facts.items()):
-        name = fact["name"]
-        problems += [f"{name}: {problem}" for problem in fact["problems"]]
-        for what in sorted({*first["versions"], *fact["versions"]}):
-            theirs, ours = (found["versions"].get(what, "none") for found in (fact, first))
-            if theirs != ours:
-                problems.append(f"{name}: {what} {theirs}, but {first['name']} has {ours}")
+    first_facts = facts[0]
+    for node, node_facts in sorted(facts.items()):
+        name = node_facts["name"]
+        problems += [f"{name}: {problem}" for problem in node_facts["problems"]]
+        for package in sorted({*first_facts["versions"], *node_facts["versions"]}):
+            version, first_version = (
+                compared_facts["versions"].get(package, "none")
+                for compared_facts in (node_facts, first_facts)
+            )
+            if version != first_version:
+                problems.append(f"{name}: {package} {version}, but {first_facts['name']} has {first_version}")
         if node == 0:
             continue
-        asked = clock()
+        request_time = clock()
         store.set(f"ask/{node}", "")
         if not store.wait(f"clock/{node}", place.limit):
             problems.append(f"{name}: stopped answering")
             continue
         # Compare with the middle of the round trip.
-        ahead = float(store.get(f"clock/{node}")) - (asked + clock()) / 2
-        if abs(ahead) > CLOCKS:
-            off = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {first['name']}'s"
-            problems.append(f"{name}: its clock is {off} (is NTP running?)")
+        clock_offset = float(store.get(f"clock/{node}")) - (request_time + clock()) / 2
+        if abs(clock_offset) > CLOCKS:
+            offset_text = (
+                f"{abs(clock_offset):.0f} s {'ahead of' if clock_offset > 0 else 'behind'} "
+                f"{first_facts['name']}'s"
+            )
+            problems.append(f"{name}: its clock is {offset_text} (is NTP running?)")
     return problems
 
 
@@ -245,18 +251,18 @@ def _try_network(
 
     Both are message size / time, not bus bandwidth."""
 
-    signed = SignedStore(store)
+    signed_store = SignedStore(store)
 
     def give_up() -> None:
         """End the process, the only way out of a hanging collective."""
         if place.node == 0:
-            late, absent = (
-                [str(node) for node in range(place.nodes) if not signed.has(f"stage/{node}/{stage}")]
+            late_nodes, absent_nodes = (
+                [str(node) for node in range(place.nodes) if not signed_store.has(f"stage/{node}/{stage}")]
                 for stage in ("reduced", "joined")
             )
-            what = f"nodes {', '.join(late)} have not finished the all-reduce"
-            if absent:
-                what = f"nodes {', '.join(absent)} have not joined"
+            what = f"nodes {', '.join(late_nodes)} have not finished the all-reduce"
+            if absent_nodes:
+                what = f"nodes {', '.join(absent_nodes)} have not joined"
             line = f"{backend} between nodes took more than {place.limit:.0f} s: {what}"
             print(f"preflight: {place.name}: {line}", flush=True)
         os._exit(2)
@@ -266,24 +272,29 @@ def _try_network(
         if backend == "nccl":
             torch.cuda.set_device(device)
         limit = datetime.timedelta(seconds=place.limit)
-        group = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group, rank=place.node, world_size=place.nodes, timeout=limit)
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group(
+            backend, store=group_store, rank=place.node, world_size=place.nodes, timeout=limit
+        )
         try:
-            signed.set(f"stage/{place.node}/joined", "")
-            data, into = (torch.ones(size // 4, device=device) for _ in range(2))
+            signed_store.set(f"stage/{place.node}/joined", "")
+            data, received = (torch.ones(size // 4, device=device) for _ in range(2))
 
-            def ring() -> None:
-                following, previous = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
-                moves = [dist.P2POp(dist.isend, data, following), dist.P2POp(dist.irecv, into, previous)]
-                for request in dist.batch_isend_irecv(moves):
+            def pass_around_ring() -> None:
+                next_node, previous_node = (place.node + 1) % place.nodes, (place.node - 1) % place.nodes
+                operations = [
+                    dist.P2POp(dist.isend, data, next_node),
+                    dist.P2POp(dist.irecv, received, previous_node),
+                ]
+                for request in dist.batch_isend_irecv(operations):
                     request.wait()
 
-            reduce = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
-            signed.set(f"stage/{place.node}/reduced", "")
-            passed = _seconds(ring, device)
-            if not bool((into == 1).all()):
+            reduce_seconds = _seconds(lambda: dist.all_reduce(data, op=dist.ReduceOp.MAX), device)
+            signed_store.set(f"stage/{place.node}/reduced", "")
+            ring_seconds = _seconds(pass_around_ring, device)
+            if not bool((received == 1).all()):
                 raise RuntimeError("a message arrived with other bytes than were sent")
-            return size / passed / 1e9, size / reduce / 1e9
+            return size / ring_seconds / 1e9, size / reduce_seconds / 1e9
         finally:
             dist.destroy_process_group()
 
@@ -291,25 +302,27 @@ def _try_network(
     timer.daemon = True
     timer.start()
     try:
-        signed.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
+        signed_store.set(f"speed/{place.node}", json.dumps([place.name, *measure()]))
     except (dist.DistError, RuntimeError) as error:
-        signed.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
+        signed_store.set(f"broken/{place.node}", f"{place.name}: {backend}: {first_line(error)}")
     timer.cancel()
-    findings = _check_network(signed, place, backend, bandwidth) if place.node == 0 else Findings([], [])
-    return _share(signed, place, "network", findings)
+    findings = (
+        _check_network(signed_store, place, backend, bandwidth) if place.node == 0 else Findings([], [])
+    )
+    return _share(signed_store, place, "network", findings)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Return the fewest seconds of ROUNDS, after one that connects."""
-    taken = []
+    durations = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
-        started = time.perf_counter()
+        start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
-    return min(taken[1:])
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
 
 
 def _check_network(store: SignedStore, place: NodePlace, backend: str, least: float | None) -> Findings:
@@ -328,11 +341,11 @@ def _check_network(store: SignedStore, place: NodePlace, backend: str, least: fl
         else:
             problems.append(f"node {node} of {place.nodes} stopped answering during the network measurement")
     if least is not None and speeds:
-        least = max(least, median(into for into, _ in speeds.values()) / OUTLIER)
-    for name, (into, _) in speeds.items():
-        if least is not None and into < least:
-            slow = f"{into:.2f} GB/s into it over {backend}"
-            problems.append(f"{name}: {slow}, at least {least:.2f} are wanted")
-    into, reduce = min(speeds.values(), default=(0.0, 0.0))
-    speed = f"all-reduce {reduce:.2f} GB/s, into the slowest node {into:.2f} GB/s"
+        least = max(least, median(ring_speed for ring_speed, _ in speeds.values()) / OUTLIER)
+    for name, (ring_speed, _) in speeds.items():
+        if least is not None and ring_speed < least:
+            speed_text = f"{ring_speed:.2f} GB/s into it over {backend}"
+            problems.append(f"{name}: {speed_text}, at least {least:.2f} are wanted")
+    ring_speed, reduce_speed = min(speeds.values(), default=(0.0, 0.0))
+    speed = f"all-reduce {reduce_speed:.2f} GB/s, into the slowest node {ring_speed:.2f} GB/s"
     return Findings(problems, [f"{place.nodes} nodes over {backend}: {speed}"])

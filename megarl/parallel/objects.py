@@ -30,9 +30,9 @@ def as_plain(value: Any) -> Any:
         case Path():
             return str(value)
         case MegarlError():
-            kind = next(c for c in type(value).__mro__ if error_class(c.__name__) is c)
+            error_type = next(c for c in type(value).__mro__ if error_class(c.__name__) is c)
             flags = {name: flag for name, flag in vars(value).items() if isinstance(flag, bool)}
-            return kind.__name__, [str(argument) for argument in value.args], flags
+            return error_type.__name__, [str(argument) for argument in value.args], flags
     raise TypeError(f"{type(value).__name__} is no type that is sent")
 
 

@@ -66,31 +66,31 @@ class OffloadGroup:
 
     def offload(self) -> None:
         """Move the tensors to host memory. Kernels that wrote them must be on the current stream."""
-        away = [(storage, storage.nbytes()) for storage in self._storages()]
+        storage_sizes = [(storage, storage.nbytes()) for storage in self._storages()]
         if self._contents != "zero" and not self._chunks:
-            self._chunks = self._pool.take(-(-sum(size for _, size in away) // self._pool.chunk))
-            for part, host in self._parts(away):
-                host.copy_(part, non_blocking=True)
-        for storage, _ in away:
+            self._chunks = self._pool.take(-(-sum(size for _, size in storage_sizes) // self._pool.chunk))
+            for part, host_part in self._parts(storage_sizes):
+                host_part.copy_(part, non_blocking=True)
+        for storage, _ in storage_sizes:
             storage.resize_(0)
-        self._away = away
+        self._away = storage_sizes
 
     def onload(self) -> None:
         """Load the tensors again. After torch.OutOfMemoryError they stay offloaded."""
         assert self._away is not None, "it is on the device"
-        away = self._away
+        storage_sizes = self._away
         try:
-            for storage, size in away:
+            for storage, size in storage_sizes:
                 storage.resize_(size)
         except torch.OutOfMemoryError:
-            for storage, _ in away:
+            for storage, _ in storage_sizes:
                 storage.resize_(0)
             raise
         if self._contents == "zero":
-            for storage, _ in away:
+            for storage, _ in storage_sizes:
                 _bytes(storage).zero_()
-        for part, host in self._parts(away):
-            part.copy_(host, non_blocking=True)
+        for part, host_part in self._parts(storage_sizes):
+            part.copy_(host_part, non_blocking=True)
         if self._contents == "kept":
             self._pool.give(self._chunks)
             self._chunks = []
@@ -107,14 +107,17 @@ class OffloadGroup:
 
     def _parts(self, away: list[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the storages' parts with their chunks."""
-        chunk, at = self._pool.chunk, 0
+        chunk, offset = self._pool.chunk, 0
         for storage, size in away if self._chunks else ():
-            whole, start = _bytes(storage), 0
+            storage_bytes, start = _bytes(storage), 0
             while start < size:
-                number, first = divmod(at, chunk)
-                length = min(size - start, chunk - first)
-                yield whole[start : start + length], self._chunks[number][first : first + length]
-                start, at = start + length, at + length
+                chunk_index, chunk_start = divmod(offset, chunk)
+                length = min(size - start, chunk - chunk_start)
+                yield (
+                    storage_bytes[start : start + length],
+                    self._chunks[chunk_index][chunk_start : chunk_start + length],
+                )
+                start, offset = start + length, offset + length
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

@@ -145,8 +145,8 @@ def choose_device(wanted: str) -> torch.device:
             "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
         )
     if why := unseen_gpu(os.environ):
-        found = f"auto finds a GPU driver, but torch sees no GPU: {why}"
-        raise ConfigError(f"parallel.device: {found} (repair it, or set parallel.device=cpu)")
+        problem = f"auto finds a GPU driver, but torch sees no GPU: {why}"
+        raise ConfigError(f"parallel.device: {problem} (repair it, or set parallel.device=cpu)")
     return torch.device("cpu")
 
 
@@ -164,19 +164,21 @@ def launched_world() -> int:
 
 def layout_for(config: ParallelConfig, world: int) -> Layout:
     """Return the trainers' layout. Raises ConfigError if the sizes do not fit `world`."""
-    engines, world = config.rollout_ranks, world - config.rollout_ranks
+    rollout_ranks, world = config.rollout_ranks, world - config.rollout_ranks
     if world < 1:
-        left = f"{engines} of {world + engines} launched processes leave no trainer"
-        raise ConfigError(f"parallel.rollout_ranks: {left} (lower it, or start more)")
+        problem = f"{rollout_ranks} of {world + rollout_ranks} launched processes leave no trainer"
+        raise ConfigError(f"parallel.rollout_ranks: {problem} (lower it, or start more)")
     model_parallel = config.tp * config.pp * config.cp
     sizes = f"tp {config.tp} x pp {config.pp}" + (f" x cp {config.cp}" if config.cp > 1 else "")
-    processes = f"{world} launched processes" + (f" that train ({engines} only generate)" if engines else "")
+    processes = f"{world} launched processes" + (
+        f" that train ({rollout_ranks} only generate)" if rollout_ranks else ""
+    )
     if world % model_parallel:
         raise ConfigError(f"parallel: {sizes} does not divide the {processes}")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
-        given = f"{processes} / ({sizes}) give {dp}"
-        raise ConfigError(f"parallel.dp: is {config.dp}, but {given}")
+        quotient = f"{processes} / ({sizes}) give {dp}"
+        raise ConfigError(f"parallel.dp: is {config.dp}, but {quotient}")
     stage = config.tp * config.cp * dp
     if stage % config.ep:
         ranks = f"the {stage} processes of a pipeline stage (tp x cp x dp)"
@@ -239,24 +241,28 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             inductor: Any = importlib.import_module("torch._inductor.config")
             inductor.compile_threads = 1
-    layout, rank, engines = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
+    layout, rank, rollout_ranks = layout_for(config, launched_world()), launched_rank(), config.rollout_ranks
     limit = datetime.timedelta(seconds=config.timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
     trains = rank < layout.world
     store = join_store(secret, config.timeout) if launched_world() > 1 else dist.HashStore()
-    side, first, size = ("trainers", 0, layout.world) if trains else ("engines", layout.world, engines)
-    own = dist.PrefixStore(side, store)
-    dist.init_process_group(backend, store=own, rank=rank - first, world_size=size, timeout=limit)
+    group_name, first_rank, group_size = (
+        ("trainers", 0, layout.world) if trains else ("engines", layout.world, rollout_ranks)
+    )
+    group_store = dist.PrefixStore(group_name, store)
+    dist.init_process_group(
+        backend, store=group_store, rank=rank - first_rank, world_size=group_size, timeout=limit
+    )
     if trains:
         _start_megatron(config)
     cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else dist.group.WORLD
     assert cpu_group is not None
     job_group = transfer_group = None
-    if engines:
-        all_ranks = rank, layout.world + engines
-        job_group = transfer_group = _group_beside("job", "gloo", store, *all_ranks, limit)
+    if rollout_ranks:
+        job_place = rank, layout.world + rollout_ranks
+        job_group = transfer_group = _group_beside("job", "gloo", store, *job_place, limit)
         if backend == "nccl":
-            transfer_group = _group_beside("transfer", backend, store, *all_ranks, limit)
+            transfer_group = _group_beside("transfer", backend, store, *job_place, limit)
     _connect(device, trains, transfer_group, mixture)
     if launched_world() > 1:
         remove_secret(secret)
@@ -266,9 +272,17 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
         from megatron.core import tensor_parallel
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    signed = SignedStore(store) if engines else None
+    signed_store = SignedStore(store) if rollout_ranks else None
     return Runtime(
-        layout, rank, device, config.timeout, cpu_group, engines, job_group, transfer_group, signed
+        layout,
+        rank,
+        device,
+        config.timeout,
+        cpu_group,
+        rollout_ranks,
+        job_group,
+        transfer_group,
+        signed_store,
     )
 
 
@@ -278,20 +292,20 @@ def sign_pickles() -> None:
     if getattr(pack, "signs", False):
         return
 
-    def signed(value: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def pack_signed(value: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
         data, _ = pack(value, device, group)
         signature = sign("pickle", data.cpu().numpy().tobytes())
         data = torch.cat([torch.frombuffer(bytearray(signature), dtype=torch.uint8).to(data.device), data])
         return data, torch.tensor([data.numel()], device=data.device)
 
-    def checked(tensor: torch.Tensor, size: int, group: Any, *rest: Any, **options: Any) -> Any:
+    def unpack_verified(tensor: torch.Tensor, size: int, group: Any, *rest: Any, **options: Any) -> Any:
         data = tensor.cpu().numpy().tobytes()[: int(size)]
         verify(data[:SIZE], "an object of another rank", "pickle", data[SIZE:])
         return unpack(tensor[SIZE:], int(size) - SIZE, group, *rest, **options)
 
-    signed.signs = True  # type: ignore[attr-defined]
+    pack_signed.signs = True  # type: ignore[attr-defined]
     collectives: Any = distributed
-    collectives._object_to_tensor, collectives._tensor_to_object = signed, checked
+    collectives._object_to_tensor, collectives._tensor_to_object = pack_signed, unpack_verified
 
 
 def _start_megatron(config: ParallelConfig) -> None:
@@ -334,7 +348,7 @@ def _connect(
     NCCL communicator, which hangs."""
     from megatron.core import parallel_state as groups
 
-    megatron = (
+    megatron_groups = (
         []
         if not trains
         else [
@@ -349,31 +363,32 @@ def _connect(
         ]
     )
     if trains and mixture:
-        megatron += [
+        megatron_groups += [
             groups.get_expert_model_parallel_group(),
             groups.get_expert_tensor_and_model_parallel_group(),
             groups.get_expert_data_parallel_group(),
         ]
-    for group in (dist.group.WORLD, *megatron, transfer):
+    for group in (dist.group.WORLD, *megatron_groups, transfer):
         if group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(torch.ones(1, device=device), group=group)
     if trains and groups.get_virtual_pipeline_model_parallel_world_size() is not None:
         # The interleaved schedule has a communicator per pair of ranks. Use its order and groups (Megatron's
         # p2p_communication.py).
-        stages = groups.get_pipeline_model_parallel_group()
-        other = dist.group.WORLD if stages.size() == 2 else stages
-        is_even = stages.rank() % 2 == 0
-        sends, receives = (stages, other) if is_even else (other, stages)
-        before, after = (
-            dist.get_global_rank(stages, (stages.rank() + step) % stages.size()) for step in (-1, 1)
+        stage_group = groups.get_pipeline_model_parallel_group()
+        other_group = dist.group.WORLD if stage_group.size() == 2 else stage_group
+        is_even = stage_group.rank() % 2 == 0
+        send_group, receive_group = (stage_group, other_group) if is_even else (other_group, stage_group)
+        previous_rank, next_rank = (
+            dist.get_global_rank(stage_group, (stage_group.rank() + step) % stage_group.size())
+            for step in (-1, 1)
         )
         messages: list[Any] = []
-        for to, source in ((after, before), (before, after)):
-            begin = [
-                partial(dist.isend, torch.ones(1, device=device), to, sends),
-                partial(dist.irecv, torch.ones(1, device=device), source, receives),
+        for target, source in ((next_rank, previous_rank), (previous_rank, next_rank)):
+            operations = [
+                partial(dist.isend, torch.ones(1, device=device), target, send_group),
+                partial(dist.irecv, torch.ones(1, device=device), source, receive_group),
             ]
-            messages += [message() for message in (begin if is_even else reversed(begin))]
+            messages += [message() for message in (operations if is_even else reversed(operations))]
         for message in messages:
             message.wait()
     if device.type == "cuda":
@@ -383,14 +398,14 @@ def _connect(
 def generator_states() -> dict[str, Any]:
     from megatron.core import tensor_parallel
 
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    megatron_states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    bit_generator, keys, *position = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "numpy": [bit_generator, np.asarray(keys).tolist(), *position],
         "torch": torch.get_rng_state().tolist(),
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
-        "megatron": {name: state.tolist() for name, state in tracked.items()},
+        "megatron": {name: state.tolist() for name, state in megatron_states.items()},
     }
 
 
@@ -400,15 +415,17 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
-    kind, words, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    bit_generator, words, *position = states["numpy"]
+    np.random.set_state((bit_generator, np.array(words, dtype=np.uint32), *position))
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if (states["cuda"] is not None) != torch.cuda.is_initialized():
         return
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
-    tracked = {name: torch.tensor(state, dtype=torch.uint8) for name, state in states["megatron"].items()}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+    megatron_states = {
+        name: torch.tensor(state, dtype=torch.uint8) for name, state in states["megatron"].items()
+    }
+    tensor_parallel.get_cuda_rng_tracker().set_states(megatron_states)
 
 
 def stop(*, failed: bool = False) -> bool:

@@ -26,52 +26,52 @@ _secret: bytes | None = None
 
 def make_secret(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "wb") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
         file.write(os.urandom(SIZE))
 
 
 def read_secret(path: Path) -> bytes | None:
     """Return a file's secret, None if missing or incomplete. Raises ConfigError unless it is private."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: the job's secret cannot be read: {error.strerror}") from None
     try:
-        status = os.fstat(handle)
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             remedy = f"remove it; {SECRET_FILE} may name another place, with mode 0600"
             raise ConfigError(f"{path}: is not a file that this user alone can read and write ({remedy})")
-        found = os.read(handle, SIZE)
+        secret = os.read(descriptor, SIZE)
     finally:
-        os.close(handle)
-    return found if len(found) == SIZE else None
+        os.close(descriptor)
+    return secret if len(secret) == SIZE else None
 
 
 def agree_on_secret(path: Path | None, seconds: float, *, first: bool) -> None:
     """Read the job's secret, waiting at most `seconds`. `first` may create it."""
     global _secret
-    given = os.environ.get(SECRET_FILE)
-    if given:
-        path = Path(given)
+    named_path = os.environ.get(SECRET_FILE)
+    if named_path:
+        path = Path(named_path)
     if path is None:
         raise ConfigError(f"{SECRET_FILE}: is not set (name a file of {SIZE} random bytes, with mode 0600)")
-    end = time.monotonic() + seconds
-    while (found := read_secret(path)) is None:
-        if first and not given:
+    deadline = time.monotonic() + seconds
+    while (secret := read_secret(path)) is None:
+        if first and not named_path:
             try:
                 path.unlink(missing_ok=True)  # incomplete, from a killed process
                 make_secret(path)
             except OSError as error:
                 remedy = f"{SECRET_FILE} may name another file, of {SIZE} random bytes"
                 raise ConfigError(f"{path}: cannot be written: {error.strerror} ({remedy})") from None
-        elif time.monotonic() > end:
+        elif time.monotonic() > deadline:
             what = f"the job's secret has not appeared there within {seconds:g} s"
             raise WaitTimeout(f"{path}: {what} (all nodes must see this file, of {SIZE} bytes)")
         time.sleep(_POLL)
-    _secret = found
+    _secret = secret
 
 
 def sign(*parts: bytes | str | int) -> bytes:
@@ -101,8 +101,10 @@ def open_store(host: str, port: int, members: int, seconds: float, *, first: boo
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(members)
-        handle = listener.detach()
-    return dist.TCPStore(host, port, members, True, limit, wait_for_workers=False, master_listen_fd=handle)
+        descriptor = listener.detach()
+    return dist.TCPStore(
+        host, port, members, True, limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 class SignedStore:
@@ -117,8 +119,8 @@ class SignedStore:
 
     def get(self, key: str) -> str:
         """Return a value. Raises MessageError unless this job set it."""
-        found = self.store.get(key)
-        signature, data = found[:SIZE], found[SIZE:]
+        signed_value = self.store.get(key)
+        signature, data = signed_value[:SIZE], signed_value[SIZE:]
         verify(signature, f"store: {key}", "store", key, data)
         return data.decode()
 

@@ -24,8 +24,8 @@ class StopRequest:
     def __init__(
         self, signals: Sequence[signal.Signals], limit: float | None = None, margin: float = 0.0
     ) -> None:
-        end = os.environ.get(END_TIME, "") if limit is None else str(time.time() + limit)
-        self.end = float(end) - margin if end.replace(".", "", 1).isdigit() else None
+        end_text = os.environ.get(END_TIME, "") if limit is None else str(time.time() + limit)
+        self.end = float(end_text) - margin if end_text.replace(".", "", 1).isdigit() else None
         self.reason: str | None = None
         self._signals = {number: signal.getsignal(number) for number in signals}
 

@@ -51,8 +51,8 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
     """Return each rank's cost of a transfer. itemsize: of the model's dtype.
 
     A rank's round starts when its peers have finished earlier rounds."""
-    local = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
-    total = {rank: [0] * 4 for rank in local}
+    local_bytes = {rank: traffic.local for rank, traffic in plan.summary(itemsize).items()}
+    link_bytes = {rank: [0] * 4 for rank in local_bytes}
     rounds: dict[int, dict[int, _RankRound]] = defaultdict(lambda: defaultdict(_RankRound))
     for number, piece, size, _ in schedule_pieces(plan, itemsize, bucket_bytes):
         source, target = piece.src_rank, piece.dst_rank
@@ -64,19 +64,24 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
             round_.nbytes[link] += nbytes
             round_.peers.add(peer)
             round_.staging += size
-            total[rank][link] += nbytes
-    clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local.items()}
-    staging: dict[int, list[int]] = {rank: [] for rank in local}
-    for _, by_rank in sorted(rounds.items()):
-        start = {rank: max(clock[at] for at in (rank, *round_.peers)) for rank, round_ in by_rank.items()}
-        for rank, round_ in by_rank.items():
+            link_bytes[rank][link] += nbytes
+    clock = {rank: size / cluster.copy_speed / 1e9 for rank, size in local_bytes.items()}
+    staging: dict[int, list[int]] = {rank: [] for rank in local_bytes}
+    for _, rank_rounds in sorted(rounds.items()):
+        start = {
+            rank: max(clock[member] for member in (rank, *round_.peers))
+            for rank, round_ in rank_rounds.items()
+        }
+        for rank, round_ in rank_rounds.items():
             clock[rank] = start[rank] + _seconds(round_.nbytes, cluster)
             staging[rank].append(round_.staging)
     costs = {}
     for rank, stagings in staging.items():
-        node_sent, node_received, sent, received = total[rank]
+        node_sent, node_received, sent, received = link_bytes[rank]
         links = (node_sent, node_received, sent, received)
-        costs[rank] = RankCost(local[rank], *links, len(stagings), max(stagings, default=0), clock[rank])
+        costs[rank] = RankCost(
+            local_bytes[rank], *links, len(stagings), max(stagings, default=0), clock[rank]
+        )
     return costs
 
 
@@ -101,15 +106,15 @@ def gather_cost(
         nodes[rank // plan.gpus_per_node].append(rank)
     sizes = {name: prod(shape) * itemsize for name, shape in shapes.items()}
     buckets = [sum(sizes[name] for name in names) for names in pack(sizes, bucket_bytes)]
-    whole = sum(buckets)
+    total_bytes = sum(buckets)
     costs = {}
     for ranks in nodes.values():
-        in_node = set[tuple[str, Box]]().union(*(boxes_by_rank[rank] for rank in ranks))
-        entering = (whole - nbytes(in_node)) // len(ranks)
+        node_boxes = set[tuple[str, Box]]().union(*(boxes_by_rank[rank] for rank in ranks))
+        network_bytes = (total_bytes - nbytes(node_boxes)) // len(ranks)
         for rank in ranks:
-            own = nbytes(boxes_by_rank[rank])
-            within = whole - own - entering
-            links = (within, within, entering, entering)
-            seconds = own / cluster.copy_speed / 1e9 + _seconds(links, cluster)
-            costs[rank] = RankCost(own, *links, len(buckets), max(buckets), seconds)
+            local_bytes = nbytes(boxes_by_rank[rank])
+            node_bytes = total_bytes - local_bytes - network_bytes
+            links = (node_bytes, node_bytes, network_bytes, network_bytes)
+            seconds = local_bytes / cluster.copy_speed / 1e9 + _seconds(links, cluster)
+            costs[rank] = RankCost(local_bytes, *links, len(buckets), max(buckets), seconds)
     return costs

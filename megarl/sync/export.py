@@ -56,30 +56,34 @@ def export_hf(
     processes, config = Processes(control), read_config(source)
     shards = hf_shards(config, critic=critic)
     sources = megatron_layout(config, layout, critic=critic)
-    first = next(iter(tensors.values()))
-    kind: torch.dtype = first.dtype if dtype is None else dtype
-    single = float32_tensors(config)
-    kinds = {name: torch.float32 if name in single else kind for name in shards}
-    sizes = {name: prod(shard.shape) * kinds[name].itemsize for name, shard in shards.items()}
+    first_tensor = next(iter(tensors.values()))
+    default_dtype: torch.dtype = first_tensor.dtype if dtype is None else dtype
+    float32_names = float32_tensors(config)
+    dtype_by_name = {name: torch.float32 if name in float32_names else default_dtype for name in shards}
+    sizes = {name: prod(shard.shape) * dtype_by_name[name].itemsize for name, shard in shards.items()}
     files = divide_into_files(sizes, max_shard_bytes)
 
     def finish() -> None:
-        write_index(folder, files, sum(sizes.values()) + (kind.itemsize if critic else 0))
-        carry_along(source, folder, export_config(config, critic, kind))
+        write_index(folder, files, sum(sizes.values()) + (default_dtype.itemsize if critic else 0))
+        carry_along(source, folder, export_config(config, critic, default_dtype))
 
     with new_folder(out, sum(sizes.values()), processes) as folder:
         for file, names in files.items():
-            part = {name: shards[name] for name in names}
-            plan = make_plan(sources, [(0, part)], formats=dict.fromkeys(single & part.keys(), FP32))
+            file_shards = {name: shards[name] for name in names}
+            plan = make_plan(
+                sources, [(0, file_shards)], formats=dict.fromkeys(float32_names & file_shards.keys(), FP32)
+            )
             plan.verify()
             target: dict[str, Tensor] = {}
             if rank == 0:
-                for name, shard in part.items():
-                    target[name] = torch.empty(shard.shape, dtype=kinds[name], device=first.device)
-            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=kind).run()
-            if "score.weight" in part:
+                for name, shard in file_shards.items():
+                    target[name] = torch.empty(
+                        shard.shape, dtype=dtype_by_name[name], device=first_tensor.device
+                    )
+            Transfer(plan, rank, tensors, target, bucket_bytes, dtype=default_dtype).run()
+            if "score.weight" in file_shards:
                 names.append(SCORE_BIAS)
-                target[SCORE_BIAS] = torch.zeros(1, dtype=kind)
+                target[SCORE_BIAS] = torch.zeros(1, dtype=default_dtype)
             processes.first(partial(write_tensors, folder / file, target))
             del target
         processes.first(finish)
@@ -98,28 +102,28 @@ def export_peft(
 ) -> None:
     """Write the adapters into a folder for PEFT. See `export_hf`."""
     processes, config = Processes(control), read_config(source)
-    halves = {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." in name}
+    adapter_tensors = {name: tensor for name, tensor in rename_to_table(tensors).items() if ".lora." in name}
     shards = hf_shards(config, lora=lora)
     plan = make_plan(megatron_layout(config, layout, lora=lora), [(0, shards)])
     plan.verify()
-    first = next(iter(tensors.values()))
+    first_tensor = next(iter(tensors.values()))
     target: dict[str, Tensor] = {}
     if rank == 0:
         target = {
-            name: torch.empty(shard.shape, dtype=first.dtype, device=first.device)
+            name: torch.empty(shard.shape, dtype=first_tensor.dtype, device=first_tensor.device)
             for name, shard in shards.items()
         }
-    Transfer(plan, rank, halves, target, bucket_bytes, dtype=first.dtype).run()
+    Transfer(plan, rank, adapter_tensors, target, bucket_bytes, dtype=first_tensor.dtype).run()
     # PEFT fuses gate and up of experts, with twice the rank and alpha. That preserves alpha / rank, but not
     # rank-stabilized LoRA's alpha / sqrt(rank).
-    joins = any(".experts." in name for name in shards)
-    described = {
+    fuses_experts = any(".experts." in name for name in shards)
+    adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": lora.rank,
-        "lora_alpha": lora.scale * (lora.rank or 1) if joins else lora.alpha,
-        "use_rslora": lora.rank_stabilized and not joins,
+        "lora_alpha": lora.scale * (lora.rank or 1) if fuses_experts else lora.alpha,
+        "use_rslora": lora.rank_stabilized and not fuses_experts,
         "target_modules": sorted({name.split(".")[-3] for name in shards}),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -127,9 +131,9 @@ def export_peft(
     }
 
     def write() -> None:
-        named = {PREFIX + name: tensor for name, tensor in target.items()}
-        write_tensors(folder / "adapter_model.safetensors", named)
-        write_json(folder / "adapter_config.json", described)
+        named_tensors = {PREFIX + name: tensor for name, tensor in target.items()}
+        write_tensors(folder / "adapter_model.safetensors", named_tensors)
+        write_json(folder / "adapter_config.json", adapter_config)
 
     size = sum(tensor.nbytes for tensor in target.values())
     with new_folder(out, size, processes) as folder:

@@ -126,16 +126,16 @@ class Plan:
         Raises PlanError with the first tensor at fault."""
         boxes_by_target: dict[tuple[int, str], list[Box]] = defaultdict(list)
         # By identity: replicas share shards and boxes, which the plan keeps alive.
-        located: dict[tuple[int, int], tuple[str, Box]] = {}
+        hf_boxes: dict[tuple[int, int], tuple[str, Box]] = {}
 
         def locate(side: dict[int, Shards], rank: int, name: str, box: Box) -> tuple[str, Box]:
             shard = side.get(rank, {}).get(name)
             if shard is None:
                 raise PlanError(f"rank {rank}, {name}: a copy names a tensor that is not in the layout")
             key = (id(shard), id(box))
-            if key not in located:
-                located[key] = to_hf(shard, box, f"rank {rank}, {name}")
-            return located[key]
+            if key not in hf_boxes:
+                hf_boxes[key] = to_hf(shard, box, f"rank {rank}, {name}")
+            return hf_boxes[key]
 
         for copy in self.direct():
             source = locate(self.sources, copy.src_rank, copy.src_name, copy.src_box)
@@ -144,13 +144,13 @@ class Plan:
                 where = f"rank {copy.dst_rank}, {copy.dst_name}"
                 raise PlanError(f"{where}: {target} would be written with {source}")
             boxes_by_target[copy.dst_rank, copy.dst_name].append(copy.dst_box)
-        proved = set()
+        proved_tilings = set()
         for rank, shards in self.targets.items():
             for name, shard in shards.items():
                 boxes = (*sorted(boxes_by_target[rank, name]), *shard.padding)
-                if (shard.shape, boxes) not in proved:
+                if (shard.shape, boxes) not in proved_tilings:
                     _prove_tiling(shard.shape, boxes, f"rank {rank}, {name}")
-                    proved.add((shard.shape, boxes))
+                    proved_tilings.add((shard.shape, boxes))
 
 
 def to_hf(shard: Shard, box: Box, where: str) -> tuple[str, Box]:
@@ -165,12 +165,14 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
     for index, box in enumerate(boxes):
         if any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
-        for other in boxes[:index]:
-            if intersect(box, other) is not None:
-                raise PlanError(f"{where}: {other} and {box} overlap: some bytes would be written twice")
-    missing = prod(shape) - sum(volume(box) for box in boxes)
-    if missing:
-        raise PlanError(f"{where}: {missing} elements would never be written")
+        for earlier_box in boxes[:index]:
+            if intersect(box, earlier_box) is not None:
+                raise PlanError(
+                    f"{where}: {earlier_box} and {box} overlap: some bytes would be written twice"
+                )
+    num_missing = prod(shape) - sum(volume(box) for box in boxes)
+    if num_missing:
+        raise PlanError(f"{where}: {num_missing} elements would never be written")
 
 
 Places = dict[int, tuple[str, Box]]
@@ -214,28 +216,30 @@ def make_plan(
     source_shards, target_shards = dict(sources), dict(targets)
     parts = _collect_parts(source_shards, target_shards, gpus_per_node)
     receivers = _choose_receivers(parts, target_shards, gpus_per_node)
-    copies, near, far, relayed = _queue_parts(parts, target_shards, receivers, gpus_per_node)
+    copies, node_queues, network_queues, relay_queues = _queue_parts(
+        parts, target_shards, receivers, gpus_per_node
+    )
 
-    def alternating(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
+    def interleave(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
 
-    sent_near: dict[int, int] = defaultdict(int)
-    sent_far: dict[int, int] = defaultdict(int)
-    for rank, part in alternating(near):
+    node_loads: dict[int, int] = defaultdict(int)
+    network_loads: dict[int, int] = defaultdict(int)
+    for rank, part in interleave(node_queues):
         owners = part.owners.by_node[rank // gpus_per_node]
-        source = min(owners, key=lambda owner: (sent_near[owner], owner))
-        sent_near[source] += part.size
+        source = min(owners, key=lambda owner: (node_loads[owner], owner))
+        node_loads[source] += part.size
         copies.append(part.copy(source, rank))
-    for rank, part in alternating(far):
+    for rank, part in interleave(network_queues):
         # Loads only grow: update outdated entries until the top one is current.
         heap = part.owners.heap
-        while sent_far[heap[0][1]] != heap[0][0]:
-            heapreplace(heap, (sent_far[heap[0][1]], heap[0][1]))
+        while network_loads[heap[0][1]] != heap[0][0]:
+            heapreplace(heap, (network_loads[heap[0][1]], heap[0][1]))
         source = heap[0][1]
-        sent_far[source] += part.size
+        network_loads[source] += part.size
         copies.append(part.copy(source, rank))
     relays = []
-    for rank, part in alternating(relayed):
+    for rank, part in interleave(relay_queues):
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(receivers[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_shards, target_shards, formats or {}, gpus_per_node, tuple(relays))
@@ -251,21 +255,21 @@ def _queue_parts(
 
     Targets start at different layers, or all would wait for one source."""
     copies: list[Copy] = []
-    near, far, relayed = ([Queue() for _ in target_shards] for _ in range(3))
+    node_queues, network_queues, relay_queues = ([Queue() for _ in target_shards] for _ in range(3))
     for position, (rank, shards) in enumerate(target_shards.items()):
-        mine = parts[id(shards)]
-        first = position * len(mine) // len(target_shards)
-        for part in (*mine[first:], *mine[:first]):
+        target_parts = parts[id(shards)]
+        offset = position * len(target_parts) // len(target_shards)
+        for part in (*target_parts[offset:], *target_parts[:offset]):
             receiver = receivers.get((rank // gpus_per_node, id(part)))
             if rank in part.places:
                 copies.append(part.copy(rank, rank))
             elif receiver is None:
-                near[position].append((rank, part))
+                node_queues[position].append((rank, part))
             elif receiver == rank:
-                far[position].append((rank, part))
+                network_queues[position].append((rank, part))
             else:
-                relayed[position].append((rank, part))
-    return copies, near, far, relayed
+                relay_queues[position].append((rank, part))
+    return copies, node_queues, network_queues, relay_queues
 
 
 def _choose_receivers(
@@ -276,12 +280,12 @@ def _choose_receivers(
     for rank, shards in target_shards.items():
         replicas[rank // gpus_per_node, id(shards)].append(rank)
     for (node, shards_id), ranks in replicas.items():
-        load = dict.fromkeys(ranks, 0)
+        load_by_rank = dict.fromkeys(ranks, 0)
         for part in parts[shards_id]:
             if node not in part.owners.by_node:
-                first = min(load, key=load.__getitem__)
-                load[first] += part.size
-                receivers[node, id(part)] = first
+                receiver = min(load_by_rank, key=load_by_rank.__getitem__)
+                load_by_rank[receiver] += part.size
+                receivers[node, id(part)] = receiver
     return receivers
 
 
@@ -290,37 +294,39 @@ def _collect_parts(
 ) -> dict[int, list[_Part]]:
     """Return parts by the id of a target's shards, which replicas share."""
     # Hugging Face name -> box -> places. Replicas share one place object, whose box is shifted once.
-    everywhere: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
-    shared: dict[tuple[str, int], tuple[str, Box]] = {}
+    places_by_box: dict[str, dict[Box, Places]] = defaultdict(lambda: defaultdict(dict))
+    shared_places: dict[tuple[str, int], tuple[str, Box]] = {}
     for rank, shards in source_shards.items():
         for name, shard in shards.items():
             for region in shard.regions:
-                place = shared.setdefault((name, id(region)), (name, region.local_box))
-                everywhere[region.hf_name][region.hf_box].setdefault(rank, place)
+                place = shared_places.setdefault((name, id(region)), (name, region.local_box))
+                places_by_box[region.hf_name][region.hf_box].setdefault(rank, place)
     owners = cache(lambda ranks: _Owners(ranks, gpus_per_node))
 
     @cache
     def cover(hf_name: str, wanted: Box) -> list[tuple[Box, Places]]:
-        found = []
-        for box, ranks in everywhere.get(hf_name, {}).items():
-            common = intersect(box, wanted)
-            if common is not None:
-                moved = {id(place): (place[0], shift(common, box, place[1])) for place in ranks.values()}
-                found.append((common, {rank: moved[id(place)] for rank, place in ranks.items()}))
-        if sum(volume(part) for part, _ in found) != volume(wanted):
+        overlaps = []
+        for box, ranks in places_by_box.get(hf_name, {}).items():
+            overlap = intersect(box, wanted)
+            if overlap is not None:
+                shifted_places = {
+                    id(place): (place[0], shift(overlap, box, place[1])) for place in ranks.values()
+                }
+                overlaps.append((overlap, {rank: shifted_places[id(place)] for rank, place in ranks.items()}))
+        if sum(volume(part) for part, _ in overlaps) != volume(wanted):
             raise PlanError(f"{hf_name}: the sources do not hold {wanted} exactly once")
-        return sorted(found, key=lambda part: part[0])
+        return sorted(overlaps, key=lambda part: part[0])
 
     parts: dict[int, list[_Part]] = {}
     for shards in target_shards.values():
         if id(shards) in parts:
             continue
-        parts[id(shards)] = mine = []
+        parts[id(shards)] = target_parts = []
         for name, shard in shards.items():
             for region in shard.regions:
-                for common, places in cover(region.hf_name, region.hf_box):
-                    dst_box = shift(common, region.hf_box, region.local_box)
-                    mine.append(_Part(owners(tuple(places)), places, volume(common), name, dst_box))
+                for overlap, places in cover(region.hf_name, region.hf_box):
+                    dst_box = shift(overlap, region.hf_box, region.local_box)
+                    target_parts.append(_Part(owners(tuple(places)), places, volume(overlap), name, dst_box))
     return parts
 
 
@@ -352,10 +358,10 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
     piece goes into the first round with room at both ends after their earlier pieces. There is no deadlock:
     ranks wait only for peers of the round, so the lowest unfinished one can finish."""
     limit = max(ALIGN, bucket_bytes // 2 // ALIGN * ALIGN)
-    first = 0
+    first_round = 0
     for is_relay, copies in ((False, plan.copies), (True, plan.relays)):
         # (rank, is_sender) -> (last round, its bytes)
-        last: dict[tuple[int, bool], tuple[int, int]] = {}
+        last_rounds: dict[tuple[int, bool], tuple[int, int]] = {}
         for copy in copies:
             if copy.src_rank == copy.dst_rank:
                 continue
@@ -363,28 +369,33 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
             width = plan.target_itemsize(copy, itemsize)
             for piece in split(copy, limit // width):
                 size = align(piece.size * width)
-                ends = [last.get(end, (first, 0)) for end in (source, target)]
-                number = max(ends)[0]
-                used = [filled if round_ == number else 0 for round_, filled in ends]
-                if max(used) + size > limit:
-                    number, used = number + 1, [0, 0]
-                last[source], last[target] = (number, used[0] + size), (number, used[1] + size)
-                yield ScheduledPiece(number, piece, size, is_relay)
-        first = max((number for number, _ in last.values()), default=first - 1) + 1
+                end_rounds = [last_rounds.get(end, (first_round, 0)) for end in (source, target)]
+                round_number = max(end_rounds)[0]
+                used_bytes = [nbytes if round_ == round_number else 0 for round_, nbytes in end_rounds]
+                if max(used_bytes) + size > limit:
+                    round_number, used_bytes = round_number + 1, [0, 0]
+                last_rounds[source], last_rounds[target] = (
+                    (round_number, used_bytes[0] + size),
+                    (round_number, used_bytes[1] + size),
+                )
+                yield ScheduledPiece(round_number, piece, size, is_relay)
+        first_round = (
+            max((round_number for round_number, _ in last_rounds.values()), default=first_round - 1) + 1
+        )
 
 
 def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
     rounds: dict[int, Round] = {}
-    for number, piece, size, is_relay in schedule_pieces(plan, itemsize, bucket_bytes):
+    for round_number, piece, size, is_relay in schedule_pieces(plan, itemsize, bucket_bytes):
         if rank not in (piece.src_rank, piece.dst_rank):
             continue
-        round_ = rounds.setdefault(number, Round(is_relay))
+        round_ = rounds.setdefault(round_number, Round(is_relay))
         round_.size += size
         if piece.src_rank == rank:
             round_.sends[piece.dst_rank].append(piece)
         else:
             round_.receives[piece.src_rank].append(piece)
-    return [rounds[number] for number in sorted(rounds)]
+    return [rounds[round_number] for round_number in sorted(rounds)]
 
 
 def split(copy: Copy, limit: int) -> Iterator[Copy]:
@@ -394,11 +405,11 @@ def split(copy: Copy, limit: int) -> Iterator[Copy]:
         return
     axis = next(axis for axis, (start, stop) in enumerate(copy.dst_box) if stop - start > 1)
     length = copy.dst_box[axis][1] - copy.dst_box[axis][0]
-    per_piece = max(1, limit // (copy.size // length))
-    for first in range(0, length, per_piece):
-        last = min(first + per_piece, length)
+    piece_length = max(1, limit // (copy.size // length))
+    for piece_start in range(0, length, piece_length):
+        piece_stop = min(piece_start + piece_length, length)
         src_box, dst_box = (
-            (*box[:axis], (box[axis][0] + first, box[axis][0] + last), *box[axis + 1 :])
+            (*box[:axis], (box[axis][0] + piece_start, box[axis][0] + piece_stop), *box[axis + 1 :])
             for box in (copy.src_box, copy.dst_box)
         )
         yield from split(copy._replace(src_box=src_box, dst_box=dst_box), limit)
@@ -408,18 +419,18 @@ def engine_ranks(config: Config, trainers: int) -> range:
     """Return ranks with engines: the trainers, or the `parallel.rollout_ranks` after them.
 
     Raises ConfigError if `rollout.engine_tp` does not divide them."""
-    tp, separate = config.rollout.engine_tp, config.parallel.rollout_ranks
-    first, world = (trainers, separate) if separate else (0, trainers)
+    tp, rollout_ranks = config.rollout.engine_tp, config.parallel.rollout_ranks
+    first_rank, world = (trainers, rollout_ranks) if rollout_ranks else (0, trainers)
     if world % tp:
         trainer_keys = "parallel.tp * parallel.pp * parallel.dp * parallel.cp"
-        keys = "parallel.rollout_ranks" if separate else trainer_keys
+        keys = "parallel.rollout_ranks" if rollout_ranks else trainer_keys
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {world} devices ({keys})")
-    if first % tp and not config.rollout.capabilities.remote:
-        ranks = f"the {first} training ranks, so an engine could span two nodes"
+    if first_rank % tp and not config.rollout.capabilities.remote:
+        ranks = f"the {first_rank} training ranks, so an engine could span two nodes"
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {ranks} (change it or the number of training ranks)"
         )
-    return range(first, first + world)
+    return range(first_rank, first_rank + world)
 
 
 def engine_targets(
@@ -436,7 +447,7 @@ def engine_targets(
         shards = [hf_shards(hf_config), *({} for _ in range(tp - 1))]
     else:
         shards = [hf_shards(hf_config)]
-    return [(rank, shards[number % tp]) for number, rank in enumerate(ranks)]
+    return [(rank, shards[index % tp]) for index, rank in enumerate(ranks)]
 
 
 def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *, cpu: bool = False) -> Plan:
@@ -448,25 +459,26 @@ def engine_plan(config: Config, hf_config: Mapping[str, Any], layout: Layout, *,
         if get_family(hf_config).is_latent:
             what = f"fp8_block is not supported for a {hf_config.get('model_type')} model"
             raise ConfigError(f"rollout.weights_dtype: {what} (leave it out)")
-        sources, targets, quantised = fp8_block(sources, targets, hf_shapes(hf_config))
-        formats |= quantised
+        sources, targets, fp8_formats = fp8_block(sources, targets, hf_shapes(hf_config))
+        formats |= fp8_formats
     return make_plan(sources, targets, formats=formats, gpus_per_node=config.cluster.gpus_per_node)
 
 
 def frozen_targets(plan: Plan, hf_config: Mapping[str, Any], optimizer: OptimizerConfig) -> frozenset[str]:
     """Return the targets with only frozen weights, or their scales. Weights with LoRA are not frozen."""
-    frozen = {
+    frozen_names = {
         name.format(l=layer, e=expert)
         for pair, layer, expert in whole_model(hf_config)
         if is_frozen(pair, layer, optimizer) and not adapters(pair, optimizer.lora)
         for name, _ in pair.hf
     }
     shards = {id(shards): shards for shards in plan.targets.values()}.values()
-    sources: dict[str, set[str]] = defaultdict(set)  # of all ranks, as one rank may hold only padding
-    for mine in shards:
-        for name, shard in mine.items():
-            sources[name] |= {region.hf_name.removesuffix(SCALE_SUFFIX) for region in shard.regions}
-    return frozenset(name for name, hf_names in sources.items() if hf_names <= frozen)
+    # Of all ranks, as one rank may hold only padding.
+    sources_by_target: dict[str, set[str]] = defaultdict(set)
+    for target_shards in shards:
+        for name, shard in target_shards.items():
+            sources_by_target[name] |= {region.hf_name.removesuffix(SCALE_SUFFIX) for region in shard.regions}
+    return frozenset(name for name, hf_names in sources_by_target.items() if hf_names <= frozen_names)
 
 
 def fp8_block(
@@ -474,7 +486,7 @@ def fp8_block(
 ) -> tuple[list[tuple[int, Shards]], list[tuple[int, Shards]], dict[str, str]]:
     """Return sources and targets with scales for projections, and targets' formats.
 
-    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], whole on every source. Raises
+    The scales of x are x_scale_inv [ceil(rows / 128), ceil(columns / 128)], complete on every source. Raises
     ConfigError unless targets consist of whole blocks, as SGLang requires."""
 
     def is_linear(hf_name: str) -> bool:
@@ -487,21 +499,24 @@ def fp8_block(
             region = Region(name + SCALE_SUFFIX, blocks, blocks)
             scales[name + SCALE_SUFFIX] = Shard(tuple(stop for _, stop in blocks), (region,))
     formats: dict[str, str] = {}
-    with_scales: dict[int, Shards] = {}  # ranks with the same shards must still share one object
-    quantised: dict[int, Shards] = {}
+    sources_with_scales: dict[int, Shards] = {}  # ranks with the same shards must still share one object
+    quantised_targets: dict[int, Shards] = {}
     for _, shards in targets:
-        if id(shards) in quantised:
+        if id(shards) in quantised_targets:
             continue
-        quantised[id(shards)] = mine = {}
+        quantised_targets[id(shards)] = target_shards = {}
         for name, shard in shards.items():
-            mine[name] = shard
+            target_shards[name] = shard
             if shard.regions and all(is_linear(region.hf_name) for region in shard.regions):
-                scale = _scale_name(name)
-                mine[scale] = _build_scales(name, shard, shapes)
-                formats |= {name: FP8, scale: FP32}
+                scale_name = _scale_name(name)
+                target_shards[scale_name] = _build_scales(name, shard, shapes)
+                formats |= {name: FP8, scale_name: FP32}
     return (
-        [(rank, with_scales.setdefault(id(shards), {**shards, **scales})) for rank, shards in sources],
-        [(rank, quantised[id(shards)]) for rank, shards in targets],
+        [
+            (rank, sources_with_scales.setdefault(id(shards), {**shards, **scales}))
+            for rank, shards in sources
+        ],
+        [(rank, quantised_targets[id(shards)]) for rank, shards in targets],
         formats,
     )
 
@@ -519,8 +534,8 @@ def _build_scales(name: str, shard: Shard, shapes: Mapping[str, Shape]) -> Shard
     regions = []
     for hf_name, hf_box, local_box in shard.regions:
         shape = shapes[hf_name]
-        for (start, stop), size, (first, _) in zip(hf_box, shape, local_box, strict=True):
-            if start % BLOCK or first % BLOCK or (stop % BLOCK and stop != size):
+        for (start, stop), size, (local_start, _) in zip(hf_box, shape, local_box, strict=True):
+            if start % BLOCK or local_start % BLOCK or (stop % BLOCK and stop != size):
                 raise ConfigError(
                     f"{key}: {name} of an engine's rank begins or ends within a block of {BLOCK}: it holds "
                     f"{start} to {stop} of {size} of {hf_name} {shape} "

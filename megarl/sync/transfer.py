@@ -138,10 +138,10 @@ class Transfer:
         staging: Staging | None = None,
     ) -> None:
         if dtype is None:
-            plain = [tensor.dtype for name, tensor in target_tensors.items() if name not in plan.formats]
-            if not plain:
+            dtypes = [tensor.dtype for name, tensor in target_tensors.items() if name not in plan.formats]
+            if not dtypes:
                 raise ValueError(f"rank {rank} has no target tensors: the dtype of the others' must be given")
-            dtype = plain[0]
+            dtype = dtypes[0]
         self._plan, self._rank, self._dtype, self._group = plan, rank, dtype, group
         tensors = (*source_tensors.values(), *target_tensors.values())
         self._device = tensors[0].device if tensors else torch.device("cpu")
@@ -163,14 +163,14 @@ class Transfer:
         sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
         sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
         writable: dict[str, Source] = {**self._targets}
-        for what, tensors, shards in (("source", self._sources, sources), ("target", writable, targets)):
+        for role, tensors, shards in (("source", self._sources, sources), ("target", writable, targets)):
             for name, shard in shards.items():
-                where = f"rank {self._rank}: {what} tensor {name}"
+                where = f"rank {self._rank}: {role} tensor {name}"
                 if name not in tensors or tuple(tensors[name].shape) != shard.shape:
-                    found = tuple(tensors[name].shape) if name in tensors else "nothing"
-                    raise ValueError(f"{where}: the plan expects {shard.shape}, there is {found}")
+                    actual_shape = tuple(tensors[name].shape) if name in tensors else "nothing"
+                    raise ValueError(f"{where}: the plan expects {shard.shape}, there is {actual_shape}")
                 dtype = self._target_dtype(name)
-                if what == "target" and tensors[name].dtype != dtype:
+                if role == "target" and tensors[name].dtype != dtype:
                     raise ValueError(f"{where} is {tensors[name].dtype}, not {dtype}")
 
     @property
@@ -190,19 +190,23 @@ class Transfer:
         if self._padding:
             torch._foreach_zero_(self._padding)
         self._local_writes.run()
-        for number, bound in enumerate(self._bound, start=1):
-            bound.pack.run()
-            messages = [dist.P2POp(dist.isend, wire, peer, self._group) for peer, wire in bound.sends]
-            messages += [dist.P2POp(dist.irecv, wire, peer, self._group) for peer, wire in bound.receives]
+        for round_number, bound_round in enumerate(self._bound, start=1):
+            bound_round.pack.run()
+            messages = [
+                dist.P2POp(dist.isend, buffer, peer, self._group) for peer, buffer in bound_round.sends
+            ]
+            messages += [
+                dist.P2POp(dist.irecv, buffer, peer, self._group) for peer, buffer in bound_round.receives
+            ]
             try:
                 for work in dist.batch_isend_irecv(messages):
                     work.wait()
             except RuntimeError as error:
-                peers = sorted({peer for peer, _ in (*bound.sends, *bound.receives)})
-                where = f"weight transfer, round {number} of {len(self._bound)}"
+                peers = sorted({peer for peer, _ in (*bound_round.sends, *bound_round.receives)})
+                where = f"weight transfer, round {round_number} of {len(self._bound)}"
                 message = f"{where}: rank {self._rank} got no answer from one of the ranks {peers} ({error})"
                 raise WaitTimeout(message) from error
-            bound.unpack.run()
+            bound_round.unpack.run()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return TransferStats(*self._traffic, seconds=time.perf_counter() - start)
@@ -211,8 +215,8 @@ class Transfer:
         """Turn boxes into views, if a tensor has moved since the last run."""
         tensors = (*self._weights.values(), *self._targets.values())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        packed = self._staging.take()
-        if addresses == self._addresses and packed is self._packed:
+        staging = self._staging.take()
+        if addresses == self._addresses and staging is self._packed:
             return
         self._local_writes = _Writes()
         for copy in self._local:
@@ -221,29 +225,36 @@ class Transfer:
         self._padding = [
             view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding
         ]
-        self._bound = [self._bind_round(round_, packed) for round_ in self._rounds]
-        self._packed, self._addresses = packed, addresses
+        self._bound = [self._bind_round(round_, staging) for round_ in self._rounds]
+        self._packed, self._addresses = staging, addresses
 
     def _bind_round(self, round_: Round, staging: Tensor) -> _BoundRound:
-        bound = _BoundRound()
+        bound_round = _BoundRound()
         offset = 0
-        for messages, wires in ((round_.sends, bound.sends), (round_.receives, bound.receives)):
-            for peer, pieces in messages.items():
-                first = offset
+        for pieces_by_peer, buffers in (
+            (round_.sends, bound_round.sends),
+            (round_.receives, bound_round.receives),
+        ):
+            for peer, pieces in pieces_by_peer.items():
+                message_start = offset
                 for piece in pieces:
                     dtype = self._target_dtype(piece.dst_name)
                     nbytes = piece.size * dtype.itemsize
                     shape = [stop - start for start, stop in piece.dst_box]
-                    packed = staging[offset : offset + nbytes].view(dtype).view(shape)
-                    if messages is round_.receives:
-                        bound.unpack.copy(view(self._targets[piece.dst_name], piece.dst_box), packed)
+                    packed_piece = staging[offset : offset + nbytes].view(dtype).view(shape)
+                    if pieces_by_peer is round_.receives:
+                        bound_round.unpack.copy(
+                            view(self._targets[piece.dst_name], piece.dst_box), packed_piece
+                        )
                     elif round_.relays:
-                        bound.pack.copy(packed, view(self._targets[piece.src_name], piece.src_box))
+                        bound_round.pack.copy(
+                            packed_piece, view(self._targets[piece.src_name], piece.src_box)
+                        )
                     else:
-                        self._add_write(bound.pack, piece, packed)
+                        self._add_write(bound_round.pack, piece, packed_piece)
                     offset += align(nbytes)
-                wires.append((peer, staging[first:offset]))
-        return bound
+                buffers.append((peer, staging[message_start:offset]))
+        return bound_round
 
     def _add_write(self, writes: _Writes, copy: Copy, to: Tensor) -> None:
         source, box = self._sources[copy.src_name], copy.src_box
@@ -261,41 +272,45 @@ class Transfer:
     @cached_property
     def _hash_plan(self) -> tuple[dict[tuple[int, str], int], list[Copy]]:
         names = [(target, name) for target, shards in self._plan.targets.items() for name in shards]
-        mine = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
-        return {key: index for index, key in enumerate(names)}, mine
+        source_copies = [copy for copy in self._plan.direct() if copy.src_rank == self._rank]
+        return {key: index for index, key in enumerate(names)}, source_copies
 
     @torch.no_grad()
     def check(self) -> None:
         """Compare every target with its sources after `run`. All ranks call this.
 
         Sends 64 bits per target. Raises TransferError on every rank, with the differing tensors."""
-        index, mine = self._hash_plan
-        difference = torch.zeros(len(index), dtype=torch.int64, device=self._device)
+        index_by_target, source_copies = self._hash_plan
+        difference = torch.zeros(len(index_by_target), dtype=torch.int64, device=self._device)
         hashes: dict[tuple[str, int, str | None], Tensor] = {}  # replicas get the same pieces
-        for copy in mine:
+        for copy in source_copies:
             key = (copy.src_name, id(copy.src_box), self._plan.formats.get(copy.dst_name))
             if key not in hashes:
                 shape = [stop - start for start, stop in copy.dst_box]
-                written = torch.empty(shape, dtype=self._target_dtype(copy.dst_name), device=self._device)
+                values = torch.empty(shape, dtype=self._target_dtype(copy.dst_name), device=self._device)
                 writes = _Writes()
-                self._add_write(writes, copy, written)
+                self._add_write(writes, copy, values)
                 writes.run()
                 shard = self._plan.sources[self._rank][copy.src_name]
-                hashes[key] = fingerprint(written, to_hf(shard, copy.src_box, copy.src_name)[1])
-            difference[index[copy.dst_rank, copy.dst_name]] += hashes[key]
+                hashes[key] = fingerprint(values, to_hf(shard, copy.src_box, copy.src_name)[1])
+            difference[index_by_target[copy.dst_rank, copy.dst_name]] += hashes[key]
         for name, shard in self._plan.targets.get(self._rank, {}).items():
-            parts = [(region.local_box, region.hf_box) for region in shard.regions]
-            parts += [(box, box) for box in shard.padding]  # zeros have the hash 0
-            for local_box, box in parts:
-                difference[index[self._rank, name]] -= fingerprint(view(self._targets[name], local_box), box)
+            box_pairs = [(region.local_box, region.hf_box) for region in shard.regions]
+            box_pairs += [(box, box) for box in shard.padding]  # zeros have the hash 0
+            for local_box, box in box_pairs:
+                difference[index_by_target[self._rank, name]] -= fingerprint(
+                    view(self._targets[name], local_box), box
+                )
         if dist.is_initialized():
             dist.all_reduce(difference, group=self._group)
-        names = list(index)
-        wrong = [names[place] for place in difference.nonzero().flatten().tolist()]
-        if wrong:
-            shown = ", ".join(f"{name} of rank {rank}" for rank, name in wrong[:3])
-            more = ", ..." if wrong[3:] else ""
-            problem = f"fingerprints of {len(wrong)} engine tensors are not the actor's: {shown}{more}"
+        names = list(index_by_target)
+        mismatches = [names[position] for position in difference.nonzero().flatten().tolist()]
+        if mismatches:
+            examples = ", ".join(f"{name} of rank {rank}" for rank, name in mismatches[:3])
+            ellipsis = ", ..." if mismatches[3:] else ""
+            problem = (
+                f"fingerprints of {len(mismatches)} engine tensors are not the actor's: {examples}{ellipsis}"
+            )
             raise TransferError(f"weight transfer: {problem}")
 
 
@@ -305,7 +320,7 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
     hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, with odd pseudo-random a and b, by Hugging Face
     coordinates. Odd factors are invertible, so one wrong element always changes it."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    rows = max(1, CHUNK // max(1, values[:1].numel()))
+    chunk_rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
     for axis, (start, stop) in enumerate(box):  # the finaliser of splitmix64
         x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=values.device) * 0x1E3779B97F4A7C15
@@ -313,28 +328,33 @@ def fingerprint(values: Tensor, box: Box) -> Tensor:
         x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
         x = (x ^ (x >> 27)) * 0x14D049BB133111EB
         factors.append((x ^ (x >> 31)) | 1)
-    for first in range(0, values.shape[0], rows):
-        part = values[first : first + rows].view(BITS[values.dtype.itemsize]).to(torch.int64)
-        for factor in (*reversed(factors[1:]), factors[0][first : first + rows]):
-            part = (part * factor).sum(-1)
-        total += part
+    for first_row in range(0, values.shape[0], chunk_rows):
+        chunk = values[first_row : first_row + chunk_rows].view(BITS[values.dtype.itemsize]).to(torch.int64)
+        for factor in (*reversed(factors[1:]), factors[0][first_row : first_row + chunk_rows]):
+            chunk = (chunk * factor).sum(-1)
+        total += chunk
     return total
 
 
 class BlockScales:
-    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, whole on every rank.
+    """A plan's block FP8 scales, float32 [rows / 128, columns / 128] by tensor, complete on every rank.
 
     A block may span source shards, so an all-reduce combines the largest magnitudes of its parts."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
         targets = {id(shards): shards for shards in plan.targets.values()}.values() if plan.formats else ()
-        shards = [shard for mine in targets for name, shard in mine.items() if name in plan.formats]
-        quantised = {
+        shards = [
+            shard
+            for target_shards in targets
+            for name, shard in target_shards.items()
+            if name in plan.formats
+        ]
+        quantised_names = {
             region.hf_name.removesuffix(SCALE_SUFFIX) for shard in shards for region in shard.regions
         }
-        needed = {hf_name + SCALE_SUFFIX for hf_name in quantised}
-        everywhere = next(iter(plan.sources.values()), {})
-        shapes = {name: shard.shape for name, shard in everywhere.items() if name in needed}
+        scale_names = {hf_name + SCALE_SUFFIX for hf_name in quantised_names}
+        source_shards = next(iter(plan.sources.values()), {})
+        shapes = {name: shard.shape for name, shard in source_shards.items() if name in scale_names}
         sizes = [rows * columns for rows, columns in shapes.values()]
         self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         parts = self._flat.split(sizes) if sizes else ()  # views, so that one all-reduce suffices
@@ -355,12 +375,12 @@ class BlockScales:
         self._flat.zero_()
         for name, region in self._regions:
             scales = self.tensors[region.hf_name + SCALE_SUFFIX]
-            for part, box in _strips(read(sources[name], region.local_box), region.hf_box):
+            for strip, box in _strips(read(sources[name], region.local_box), region.hf_box):
                 (top, bottom), (left, right) = box
                 pad = (left % BLOCK, -right % BLOCK, top % BLOCK, -bottom % BLOCK)
-                blocks = F.pad(part.abs(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-                there = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
-                torch.maximum(there, blocks.amax((1, 3)).float(), out=there)
+                blocks = F.pad(strip.abs(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+                block_scales = scales[top // BLOCK : -(-bottom // BLOCK), left // BLOCK : -(-right // BLOCK)]
+                torch.maximum(block_scales, blocks.amax((1, 3)).float(), out=block_scales)
         if dist.is_initialized():
             dist.all_reduce(self._flat, dist.ReduceOp.MAX, group=group)
         self._flat.div_(E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -369,10 +389,10 @@ class BlockScales:
         """Quantise values [rows, columns] of `hf_box` into out, float8_e4m3fn."""
         scales = self.tensors[hf_name + SCALE_SUFFIX]
         start = hf_box[0][0]
-        for part, ((top, bottom), (left, right)) in _strips(values, hf_box):
-            rows = torch.arange(top, bottom, device=part.device) // BLOCK
-            columns = torch.arange(left, right, device=part.device) // BLOCK
-            scaled = part.float() / scales[rows][:, columns]
+        for strip, ((top, bottom), (left, right)) in _strips(values, hf_box):
+            rows = torch.arange(top, bottom, device=strip.device) // BLOCK
+            columns = torch.arange(left, right, device=strip.device) // BLOCK
+            scaled = strip.float() / scales[rows][:, columns]
             # Rounding may exceed the largest FP8 by one ulp, which torch would convert to NaN.
             out[top - start : bottom - start].copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX))
 
@@ -382,8 +402,8 @@ def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)
-    first = top
-    while first < bottom:
-        last = min(bottom, (first // BLOCK) * BLOCK + height)
-        yield values[first - top : last - top], ((first, last), columns)
-        first = last
+    start = top
+    while start < bottom:
+        stop = min(bottom, (start // BLOCK) * BLOCK + height)
+        yield values[start - top : stop - top], ((start, stop), columns)
+        start = stop

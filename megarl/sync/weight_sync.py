@@ -96,8 +96,8 @@ class WeightSync:
     def _recover(self, failures: Failures, ranks: Ranks) -> None:
         while any(failures):
             self.complete = False
-            started_again = self._restart(failures, ranks)
-            failures, _ = self._update(_Guard(active=started_again), ranks)
+            has_restarted = self._restart(failures, ranks)
+            failures, _ = self._update(_Guard(active=has_restarted), ranks)
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the device memory of these tags in all engines."""
@@ -135,13 +135,13 @@ class WeightSync:
             if failure is not None:
                 self.failures += 1
                 count = f"{self.failures} of at most {self.max_failures}"
-                number = rank - trainers + self.runtime.first_engine
-                self._events.append(f"engine of rank {number} failed ({count}): {failure}")
-                last = failure
+                job_rank = rank - trainers + self.runtime.first_engine
+                self._events.append(f"engine of rank {job_rank} failed ({count}): {failure}")
+                last_failure = failure
         if self.failures > self.max_failures:
             error = EngineError(
                 f"rollout: {self.failures} engine failures since the last weight transfer, "
-                f"rollout.engine_failures allows {self.max_failures}; the last: {last}"
+                f"rollout.engine_failures allows {self.max_failures}; the last: {last_failure}"
             )
             error.on_every_rank = True
             raise error
@@ -168,20 +168,20 @@ class WeightSync:
 
     def _update(self, guard: _Guard, ranks: Ranks) -> tuple[Failures, TransferStats]:
         self._await_ready(guard, ranks)
-        skipped = self.constant if self.complete else 0
-        kept = sum(transfer.target_bytes for transfer in self.transfers[:skipped])
-        stats = TransferStats(0, 0, 0, 0.0, bytes_kept=kept)
+        num_skipped = self.constant if self.complete else 0
+        bytes_kept = sum(transfer.target_bytes for transfer in self.transfers[:num_skipped])
+        stats = TransferStats(0, 0, 0, 0.0, bytes_kept=bytes_kept)
         failures: Failures = []
         guard(self.backend.begin)
         for memory in self.memory:
             memory.take()
-        for bucket in range(skipped, len(self.transfers)):
+        for bucket in range(num_skipped, len(self.transfers)):
             stats += self._fill(bucket, ranks)
             failures = self._send(bucket, guard, ranks)
         if self.backend.reports_notes:
             notes = self.engine.take_notes() if self.engine else []
-            for theirs in gather_objects(ranks, notes, list[str]):
-                self._events += theirs
+            for rank_notes in gather_objects(ranks, notes, list[str]):
+                self._events += rank_notes
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)
@@ -202,9 +202,9 @@ class WeightSync:
 
     def _send(self, bucket: int, guard: _Guard, ranks: Ranks) -> Failures:
         # No engine reads before all ranks have written, ...
-        own = None if self.engine is None else self.backend.handle(bucket)
+        handle = None if self.engine is None else self.backend.handle(bucket)
         handles: list[bytes | None] = [None] * (self.runtime.job.world - ranks.world)
-        handles += gather_objects(ranks, own, bytes | None)
+        handles += gather_objects(ranks, handle, bytes | None)
         guard(self.backend.send, bucket, handles, self.version)
         if bucket == len(self.transfers) - 1:
             guard(self.backend.finish, self.version)
@@ -226,15 +226,17 @@ def make_weight_sync(
     engine: UpdatableEngine | None,
 ) -> WeightSync:
     plan = engine_plan(config, hf_config, runtime.layout, cpu=runtime.device.type == "cpu")
-    named = {} if model is None else dict(model.named_parameters())
-    sources = merged(named, hf_config, runtime.layout, runtime.rank, config.actor.lora) if named else {}
-    dtype, size = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
+    parameters = {} if model is None else dict(model.named_parameters())
+    sources = (
+        merged(parameters, hf_config, runtime.layout, runtime.rank, config.actor.lora) if parameters else {}
+    )
+    dtype, bucket_bytes = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
     backend_class = BACKENDS[config.rollout.capabilities.weight_backend]
     backend = backend_class(config, runtime.rank, runtime.device, dtype)
-    frozen = frozen_targets(plan, hf_config, config.actor) if backend.keeps_frozen else frozenset[str]()
-    names = backend.split(plan, frozen)
-    parts = [plan.part(part) for part in names] if len(names) > 1 else [plan]
+    frozen_names = frozen_targets(plan, hf_config, config.actor) if backend.keeps_frozen else frozenset[str]()
+    names_by_bucket = backend.split(plan, frozen_names)
+    parts = [plan.part(part) for part in names_by_bucket] if len(names_by_bucket) > 1 else [plan]
     targets = [{} for _ in parts] if engine is None else backend.connect(engine, parts, memory)
     transfers = [
         Transfer(
@@ -242,14 +244,14 @@ def make_weight_sync(
             runtime.rank,
             sources,
             tensors,
-            size,
+            bucket_bytes,
             dtype=dtype,
             group=runtime.transfer_group,
             staging=staging,
         )
         for part, tensors in zip(parts, targets, strict=True)
     ]
-    constant = sum(frozen.issuperset(part) for part in names)
+    constant = sum(frozen_names.issuperset(part) for part in names_by_bucket)
     weight_sync = WeightSync(config.rollout, runtime, engine, backend, transfers, (staging, memory), constant)
     # The engine needs the memory that `connect` has used.
     empty_cache(runtime.device)

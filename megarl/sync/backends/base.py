@@ -73,11 +73,13 @@ class WeightBackend(ABC, Generic[E]):
         """Split targets' names into buckets, identically on every rank.
 
         frozen: never change; their buckets come first, and later syncs may skip them"""
-        leader = plan.targets[min(plan.targets)]
-        sizes = {name: self._size(self.place(plan, name, shard.shape)) for name, shard in leader.items()}
-        kept = {name: size for name, size in sizes.items() if name in frozen}
-        changing = {name: size for name, size in sizes.items() if name not in frozen}
-        return pack(kept, self.bucket_bytes) + pack(changing, self.bucket_bytes)
+        leader_shards = plan.targets[min(plan.targets)]
+        sizes = {
+            name: self._size(self.place(plan, name, shard.shape)) for name, shard in leader_shards.items()
+        }
+        frozen_sizes = {name: size for name, size in sizes.items() if name in frozen}
+        changing_sizes = {name: size for name, size in sizes.items() if name not in frozen}
+        return pack(frozen_sizes, self.bucket_bytes) + pack(changing_sizes, self.bucket_bytes)
 
     @abstractmethod
     def connect(self, engine: E, parts: Sequence[Plan], memory: Staging) -> list[dict[str, Tensor]]:
@@ -126,5 +128,5 @@ class WeightBackend(ABC, Generic[E]):
 def stage(places: Sequence[tuple[dict[str, Place], int]], memory: Staging) -> list[dict[str, Tensor]]:
     """Return all buckets' tensors as views of one memory."""
     memory.reserve(max(size for _, size in places))
-    taken = memory.take()
-    return [{name: place.view(taken) for name, place in bucket.items()} for bucket, _ in places]
+    buffer = memory.take()
+    return [{name: place.view(buffer) for name, place in bucket.items()} for bucket, _ in places]

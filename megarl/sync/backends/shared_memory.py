@@ -66,15 +66,18 @@ class SharedMemoryBackend(WeightBackend[ProcessEngine]):
 
     def handle(self, bucket: int) -> bytes:
         """Return the handle of this rank's part. A CUDA handle is valid for one load."""
-        part = self._described[bucket]
+        description = self._described[bucket]
         if self.device.type == "cpu":
-            part = part | {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
+            description = description | {
+                "path": f"/proc/{os.getpid()}/fd/{self._file}",
+                "size": self._memory.numel(),
+            }
             memory = torch.empty(0, dtype=torch.uint8)
         else:
             # torch keeps a wrapper per share until the storage is freed, so share a short-lived alias.
             memory = torch.from_dlpack(self._memory)
-        return bytes(ForkingPickler.dumps([(json.dumps(part), memory)]))
+        return bytes(ForkingPickler.dumps([(json.dumps(description), memory)]))
 
     def send(self, bucket: int, handles: Sequence[bytes | None], version: int) -> None:
-        mine = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
-        self.engine.load_shared(mine, version, last=bucket == len(self._described) - 1)
+        engine_handles = list(handles[self.rank : self.rank + self.config.rollout.engine_tp])
+        self.engine.load_shared(engine_handles, version, last=bucket == len(self._described) - 1)
