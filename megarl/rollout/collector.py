@@ -65,14 +65,14 @@ class GroupCollector:
         if not self.submitted:
             self.submitted = self._first
             return self.submitted
-        left = self.prompts * self.dynamic.max_batches - self.submitted
-        if self.dynamic.enabled and left <= 0 and not running and not ahead:
+        prompts_left = self.prompts * self.dynamic.max_batches - self.submitted
+        if self.dynamic.enabled and prompts_left <= 0 and not running and not ahead:
             self._check_limit()
-        if not self.dynamic.enabled or left <= 0 or not (self.offered or ahead):
+        if not self.dynamic.enabled or prompts_left <= 0 or not (self.offered or ahead):
             return 0
-        more = max(0, min(left, min(self._estimate(missing, ahead), self.prompts) - running))
-        self.submitted += more
-        return more
+        new_prompts = max(0, min(prompts_left, min(self._estimate(missing, ahead), self.prompts) - running))
+        self.submitted += new_prompts
+        return new_prompts
 
     @property
     def _first(self) -> int:
@@ -86,25 +86,26 @@ class GroupCollector:
 
     def _estimate(self, missing: int, ahead: Sequence[SampleGroup]) -> int:
         """Estimate prompts for `missing` groups by Laplace's rule of succession."""
-        kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
-        return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (kept + 1))
+        num_kept = len(self.offered) - len(self.rejected) + sum(map(self._differs, ahead))
+        return math.ceil(missing * (len(self.offered) + len(ahead) + 2) / (num_kept + 1))
 
     def _check_limit(self) -> None:
         if self.dynamic.at_limit != "stop":
             return
         count, responses = len(self.offered), [r for group in self.offered for r in group.samples]
         errors = sorted(r.error for r in responses if r.error is not None)
-        first = errors[0] if errors else "no error is known"
+        first_error = errors[0] if errors else "no error is known"
         if responses and not any(r.graded for r in responses):
-            if first.startswith(("rollout.", "reward.")):
-                raise ConfigError(f"{first} (and no response to {count} prompts was graded)")
-            raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first}")
+            if first_error.startswith(("rollout.", "reward.")):
+                raise ConfigError(f"{first_error} (and no response to {count} prompts was graded)")
+            raise ConfigError(f"reward.verifier: it failed on every answer of {count} prompts: {first_error}")
         all_failed = responses and len(errors) == len(responses)
-        failed = f"; all responses have errors: {first}" if all_failed else ""
-        wanted = "right and wrong answers" if self.dynamic.by == "accuracy" else "rewards that differ"
+        error_text = f"; all responses have errors: {first_error}" if all_failed else ""
+        requirement = "right and wrong answers" if self.dynamic.by == "accuracy" else "rewards that differ"
         raise DataError(
             f"rollout.dynamic_sampling.max_batches: after {self.dynamic.max_batches} generation batches "
-            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have {wanted}{failed} "
+            f"({count} prompts) only {len(self.accepted)} of {self.prompts} groups have "
+            f"{requirement}{error_text} "
             "(raise it, choose other prompts, or set rollout.dynamic_sampling.at_limit to continue)"
         )
 
@@ -121,24 +122,24 @@ class GroupCollector:
     def stats(self) -> dict[str, float]:
         """Return rollout/* of the groups offered in this step."""
         groups, surplus = self.result()
-        used = {id(group) for group in (*groups, *surplus)}
+        used_ids = {id(group) for group in (*groups, *surplus)}
         tokens = [sum(r.num_sampled for r in group.samples) for group in self.offered]
-        waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used)
-        uniform = [group for group in self.offered if not self._differs(group)]
-        right = sum(group.num_correct == len(group.samples) for group in uniform)
-        wrong = sum(group.num_correct == 0 for group in uniform)
+        waste = sum(n for group, n in zip(self.offered, tokens, strict=True) if id(group) not in used_ids)
+        uniform_groups = [group for group in self.offered if not self._differs(group)]
+        num_right = sum(group.num_correct == len(group.samples) for group in uniform_groups)
+        num_wrong = sum(group.num_correct == 0 for group in uniform_groups)
         stats = {
-            "rollout/groups_kept": len(self.offered) - len(uniform),
-            "rollout/groups_all_right": right,
-            "rollout/groups_all_wrong": wrong,
+            "rollout/groups_kept": len(self.offered) - len(uniform_groups),
+            "rollout/groups_all_right": num_right,
+            "rollout/groups_all_wrong": num_wrong,
             "rollout/batches": self.batches or math.ceil(len(self.offered) / self.prompts),
             "rollout/prompts": len(self.offered),
             "rollout/tokens": sum(tokens),
             "rollout/waste": waste / max(sum(tokens), 1),
             "rollout/surplus": len(surplus),
         }
-        shares = (("all_right", right), ("all_wrong", wrong)) if self.offered else ()
-        return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in shares}
+        counts = (("all_right", num_right), ("all_wrong", num_wrong)) if self.offered else ()
+        return stats | {f"rollout/share_{name}": count / len(self.offered) for name, count in counts}
 
 
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
@@ -151,22 +152,24 @@ def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) 
     """
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
-    counted = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.graded}
-    counts = torch.tensor([id(sample) in counted for sample in samples])
+    counted_ids = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.graded}
+    is_counted = torch.tensor([id(sample) in counted_ids for sample in samples])
     prompts = [np.array(group.prompt.tokens, dtype=np.int64) for group in groups]
     prompt_lengths = torch.tensor([prompts[g].size for g in group_ids])
-    here = [(row, g, s.data) for row, (g, s) in enumerate(zip(group_ids, samples, strict=True)) if s.data]
+    local_rows = [
+        (row, g, s.data) for row, (g, s) in enumerate(zip(group_ids, samples, strict=True)) if s.data
+    ]
     sequences = [
-        (prompts[g], groups[g].policy_version, data if counts[row] else data.first(0, prompts[g].size))
-        for row, g, data in here
+        (prompts[g], groups[g].policy_version, data if is_counted[row] else data.first(0, prompts[g].size))
+        for row, g, data in local_rows
     ]
     return RolloutBatch(
-        lengths=prompt_lengths + torch.tensor([s.num_tokens for s in samples]) * counts,
-        response_lengths=torch.tensor([s.num_sampled for s in samples]) * counts,
+        lengths=prompt_lengths + torch.tensor([s.num_tokens for s in samples]) * is_counted,
+        response_lengths=torch.tensor([s.num_sampled for s in samples]) * is_counted,
         prompt_lengths=prompt_lengths,
         owners=torch.tensor([s.owner for s in samples], dtype=torch.int64),
-        columns=_sample_columns(groups, samples, group_ids, counts),
-        rows=torch.tensor([row for row, _, _ in here], dtype=torch.int64),
+        columns=_sample_columns(groups, samples, group_ids, is_counted),
+        rows=torch.tensor([row for row, _, _ in local_rows], dtype=torch.int64),
         own=pack_tokens(sequences, samples),
         groups=[*groups],
     )
@@ -187,19 +190,19 @@ def _sample_columns(
     unfinished      bool; as prefix_tokens only with `rollout.window`
     """
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
-    ids = [g if counts_row else len(groups) + row for row, (g, _, counts_row) in enumerate(rows)]
+    ids = [g if is_counted else len(groups) + row for row, (g, _, is_counted) in enumerate(rows)]
     versions = [
         groups[g].policy_version if s.oldest_version is None else s.oldest_version for g, s, _ in rows
     ]
-    rewards = [sample.reward if counts_row else 0.0 for _, sample, counts_row in rows]
-    indices = [i for group in groups for i in range(len(group.samples))]
+    rewards = [sample.reward if is_counted else 0.0 for _, sample, is_counted in rows]
+    response_indices = [i for group in groups for i in range(len(group.samples))]
     columns = {
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "correct": torch.tensor([sample.correct for sample in samples], dtype=torch.bool),
         "truncated": torch.tensor([sample.is_truncated for sample in samples], dtype=torch.bool),
         "group_ids": torch.tensor(ids, dtype=torch.int64),
         "policy_version": torch.tensor(versions, dtype=torch.int64),
-        "response_index": torch.tensor(indices, dtype=torch.int64),
+        "response_index": torch.tensor(response_indices, dtype=torch.int64),
     }
     if any(sample.prefix_tokens or sample.is_partial for sample in samples):
         columns["prefix_tokens"] = torch.tensor([sample.prefix_tokens for sample in samples]) * counts
@@ -227,18 +230,20 @@ def pack_tokens(
     logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
     rewards = np.zeros(total, dtype=np.float32)
     formats = (sample.experts_format for sample in samples)
-    kind, shape = next((found for found in formats if found is not None), ("uint8", (0,)))
-    none = np.iinfo(kind).max  # surplus may have no routing
-    routing = np.full((total, *shape), none, dtype=kind)
+    dtype, shape = next((item for item in formats if item is not None), ("uint8", (0,)))
+    missing_expert = np.iinfo(dtype).max  # surplus may have no routing
+    routing = np.full((total, *shape), missing_expert, dtype=dtype)
     for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
-        first = start + prompt.size
-        tokens[start:first], tokens[first:end] = prompt, data.tokens
-        own = mask[first:end]
-        own[:] = True if data.is_sampled is None else data.is_sampled
-        logprobs[first:end][own] = data.logprobs[own]
-        versions[first:end][own] = version if data.policy_versions is None else data.policy_versions[own]
+        prompt_end = start + prompt.size
+        tokens[start:prompt_end], tokens[prompt_end:end] = prompt, data.tokens
+        is_sampled = mask[prompt_end:end]
+        is_sampled[:] = True if data.is_sampled is None else data.is_sampled
+        logprobs[prompt_end:end][is_sampled] = data.logprobs[is_sampled]
+        versions[prompt_end:end][is_sampled] = (
+            version if data.policy_versions is None else data.policy_versions[is_sampled]
+        )
         if data.turn_rewards is not None:
-            rewards[first:end][own] = data.turn_rewards[own]
+            rewards[prompt_end:end][is_sampled] = data.turn_rewards[is_sampled]
         if data.routed_experts is not None:
             routing[start:end] = data.routed_experts
     columns = {"engine_logprobs": torch.from_numpy(logprobs)}
@@ -259,12 +264,12 @@ def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[s
     teachers      int64; -1: none
     """
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    wanted, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
-    if "reward_parts" in wanted:
+    column_names, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
+    if "reward_parts" in column_names:
         names = [name for name in config.reward.parts if name != "model"]
         parts = [[reward_part(sample, name) for name in names] for _, sample in samples]
         columns["reward_parts"] = torch.tensor(parts, dtype=torch.float32).view(len(parts), len(names))
-    if "prompt_uids" in wanted:
+    if "prompt_uids" in column_names:
         columns["prompt_uids"] = torch.tensor([prompt.uid for prompt, _ in samples])
     if config.teacher.by_source:
         columns["teachers"] = torch.tensor([config.teacher.number(prompt.source) for prompt, _ in samples])

@@ -111,8 +111,8 @@ class Controller:
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
         groups, self.surplus = collector.result()
         stats = collector.stats() | {"rollout/moved": self.dispatcher.rebalanced}
-        counted = collector.offered or groups
-        metrics, error_counts = compute_step_metrics(counted, self.config.reward.max_ungraded)
+        metric_groups = collector.offered or groups
+        metrics, error_counts = compute_step_metrics(metric_groups, self.config.reward.max_ungraded)
         return groups, stats | metrics, error_counts
 
     def _offer_groups(self, collector: GroupCollector) -> None:
@@ -123,20 +123,22 @@ class Controller:
         if not self.continuous_batching:
             return self.take_requests(collector.next_batch(), step)
         groups = [group for _, group in self.dispatcher.groups()]
-        complete = [group for group in groups if group is not None]
-        return self.take_requests(collector.refill(complete, len(groups) - len(complete)), step)
+        complete_groups = [group for group in groups if group is not None]
+        return self.take_requests(collector.refill(complete_groups, len(groups) - len(complete_groups)), step)
 
     def take_requests(self, prompts: int, step: int) -> list[GroupRequest]:
         """Return the next requests, aborted ones first. Repeated prompts get other seeds."""
         requests, self.returned = self.returned[:prompts], self.returned[prompts:]
         if len(requests) < prompts:
             requests += [GroupRequest(prompt, ()) for prompt in self.take_prompts(prompts - len(requests))]
-        size = self.config.rollout.group_size
+        group_size = self.config.rollout.group_size
         for i, request in enumerate(requests):
             uid, seeds = request.prompt.uid, request.seeds
             if request.first_id is None:
-                first = self._times_sampled[uid] * size
-                seeds = [response_seed(self.config.seed, step, uid, first + j) for j in range(size)]
+                first_index = self._times_sampled[uid] * group_size
+                seeds = [
+                    response_seed(self.config.seed, step, uid, first_index + j) for j in range(group_size)
+                ]
             requests[i] = replace(request, seeds=seeds, expected=self.lengths.get(uid, 0.0))
             self._times_sampled[uid] += 1
         return requests
@@ -152,22 +154,22 @@ class Controller:
         return self.dispatcher.take_groups()
 
     async def dispatch(self, requests: Sequence[GroupRequest]) -> None:
-        numbered = []
+        numbered_requests = []
         for request in requests:
             if request.first_id is None:
                 request = replace(request, first_id=self.next_id)
                 self.next_id += len(request.seeds)
-            numbered.append(request)
-        continued = self.dispatcher.add(numbered)
+            numbered_requests.append(request)
+        continued_slots = self.dispatcher.add(numbered_requests)
         for engine, slots in enumerate(self.dispatcher.assign()):
-            await self._start(engine, [*continued[engine], *slots])
+            await self._start(engine, [*continued_slots[engine], *slots])
 
     async def _start(self, engine: int, slots: Sequence[Slot]) -> None:
         """Start responses on an engine."""
         if not slots:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}
-        place = {key: i for i, key in enumerate(prompts)}
+        positions = {key: i for i, key in enumerate(prompts)}
         is_multi_turn = self.config.rollout.is_multi_turn
         message = m.StartSamples(
             self._params,
@@ -175,7 +177,7 @@ class Controller:
             self._window,
             [m.pack_prompt(prompt, whole=is_multi_turn) for prompt in prompts.values()],
             [
-                (slot.id, place[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
+                (slot.id, positions[id(slot.request.prompt)], slot.index, slot.request.seeds[slot.index])
                 for slot in slots
             ],
         )
@@ -189,8 +191,8 @@ class Controller:
         for rank, message in messages:
             engine = rank // self.ranks_per_engine
             match message:
-                case m.SamplesFinished(version, samples, busy):
-                    self.dispatcher.finish(engine, version, samples, busy)
+                case m.SamplesFinished(version, samples, busy_seconds):
+                    self.dispatcher.finish(engine, version, samples, busy_seconds)
                 case m.ToolWaitCount(count):
                     self.dispatcher.engines[engine].waiting_for_tool = count
                 case m.RankFailed("EngineFailure", text):
@@ -202,8 +204,8 @@ class Controller:
                 case _ if isinstance(message, m.Order):
                     self.orders.append(message)
         await self.hub.keep_alive()
-        if (silent := self.hub.find_silent_rank(self.config.parallel.timeout)) is not None:
-            raise WaitTimeout(self._describe_silence(silent))
+        if (silent_rank := self.hub.find_silent_rank(self.config.parallel.timeout)) is not None:
+            raise WaitTimeout(self._describe_silence(silent_rank))
         if self._is_aborting:
             return
         await self._recover()
@@ -217,12 +219,17 @@ class Controller:
 
     def _describe_silence(self, rank: int) -> str:
         engine = rank // self.ranks_per_engine
-        slot = next((one for one in self.dispatcher.slots.values() if one.is_running_on(engine)), None)
+        running_slot = next(
+            (slot for slot in self.dispatcher.slots.values() if slot.is_running_on(engine)), None
+        )
         what = "it has no response to generate"
-        if slot is not None:
-            what = f"its first running response is number {slot.index} to prompt {slot.request.prompt.uid}"
-        limit = f"has sent nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
-        return f"rollout: {m.rank_name(rank)} {limit}; {what}"
+        if running_slot is not None:
+            what = (
+                f"its first running response is number {running_slot.index} "
+                f"to prompt {running_slot.request.prompt.uid}"
+            )
+        silence = f"has sent nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
+        return f"rollout: {m.rank_name(rank)} {silence}; {what}"
 
     async def _ask(self, questions: Mapping[int, m.Message]) -> list[m.SamplesAborted | m.TokenDataReply]:
         self._answers = []
@@ -234,53 +241,53 @@ class Controller:
 
     async def _abort(self) -> list[GroupRequest]:
         """Abort all responses. Return requests whose groups were not taken, in order."""
-        keep, self._is_aborting = self.config.rollout.continue_partial, True
+        keep_partials, self._is_aborting = self.config.rollout.continue_partial, True
         ids_by_engine: dict[int, list[int]] = {}
         for slot in self.dispatcher.slots.values():
-            if slot.engine is not None and (keep or slot.sample is None):
-                ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep else [])
+            if slot.engine is not None and (keep_partials or slot.sample is None):
+                ids_by_engine.setdefault(slot.engine, []).extend([slot.id] if keep_partials else [])
         # Engines drop the tokens of samples that are not listed.
         for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
             ids_by_engine.setdefault(engine, []).append(sample_id)
         answers = await self._ask({engine: m.AbortSamples(ids) for engine, ids in ids_by_engine.items()})
-        kept = {i for answer in answers if isinstance(answer, m.SamplesAborted) for i in answer.ids}
+        kept_ids = {i for answer in answers if isinstance(answer, m.SamplesAborted) for i in answer.ids}
         self._is_aborting = False
         await self._recover()
-        returned = []
+        requests = []
         for request, _ in self.dispatcher.groups():
-            if not keep:
-                returned.append(GroupRequest(request.prompt, request.seeds))
+            if not keep_partials:
+                requests.append(GroupRequest(request.prompt, request.seeds))
                 continue
             assert request.first_id is not None
             ids = range(request.first_id, request.first_id + len(request.seeds))
-            engines = [self.dispatcher.slots[i].engine if i in kept else None for i in ids]
-            returned.append(replace(request, engine_by_response=engines))
+            engines = [self.dispatcher.slots[i].engine if i in kept_ids else None for i in ids]
+            requests.append(replace(request, engine_by_response=engines))
         self.dispatcher.clear()  # `fetch` handles messages too, and must not start waiting responses
-        return returned
+        return requests
 
     async def fetch(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         ids_by_engine: dict[int, list[int]] = {}
         for sample in (sample for group in groups for sample in group.samples):
             ids_by_engine.setdefault(sample.owner // self.ranks_per_engine, []).append(sample.id)
         answers = await self._ask({engine: m.SendTokenData(ids) for engine, ids in ids_by_engine.items()})
-        replies = [answer.data.items() for answer in answers if isinstance(answer, m.TokenDataReply)]
-        data_by_id = dict(chain.from_iterable(replies))
+        items = [answer.data.items() for answer in answers if isinstance(answer, m.TokenDataReply)]
+        data_by_id = dict(chain.from_iterable(items))
         return [group.with_data(data_by_id) for group in groups]
 
     async def end(self, groups: Sequence[SampleGroup]) -> None:
-        keep: dict[int, list[int]] = {}
+        ids_by_rank: dict[int, list[int]] = {}
         for sample in (sample for group in (*groups, *self.surplus) for sample in group.samples):
-            keep.setdefault(sample.owner, []).append(sample.id)
+            ids_by_rank.setdefault(sample.owner, []).append(sample.id)
         for engine, sample_id in chain.from_iterable(request.partials for request in self.returned):
-            keep.setdefault(engine * self.ranks_per_engine, []).append(sample_id)
+            ids_by_rank.setdefault(engine * self.ranks_per_engine, []).append(sample_id)
         for rank in range(self.engines * self.ranks_per_engine):
-            await self.hub.send(rank, m.EndRollout(keep.get(rank, [])))
+            await self.hub.send(rank, m.EndRollout(ids_by_rank.get(rank, [])))
 
     async def next_order(self, seconds: float) -> m.Order | None:
         """Wait for the trainers' next order, and forward it to other ranks."""
         if not self.orders:
-            received = await self.hub.receive(seconds)
-            self.orders += [message for _, message in received if isinstance(message, m.Order)]
+            messages = await self.hub.receive(seconds)
+            self.orders += [message for _, message in messages if isinstance(message, m.Order)]
         if not self.orders:
             return None
         order = self.orders.pop(0)
@@ -304,48 +311,52 @@ class Dispatcher:
     @property
     def idle_seconds(self) -> float:
         """Return the busiest engine's busy_seconds minus the mean."""
-        busy = [engine.busy_seconds for engine in self.engines]
-        return max(busy) - sum(busy) / len(busy)
+        busy_seconds = [engine.busy_seconds for engine in self.engines]
+        return max(busy_seconds) - sum(busy_seconds) / len(busy_seconds)
 
     def add(self, requests: Sequence[GroupRequest]) -> list[list[Slot]]:
         """Plan the engines of new requests. Return continued slots by engine.
 
         A partial response continues where its tokens are. New slots are divided in the prompts' order, so
         that few engines prefill the same prompt."""
-        fresh: list[Slot] = []
-        continued: list[list[Slot]] = [[] for _ in self.engines]
+        new_slots: list[Slot] = []
+        continued_slots: list[list[Slot]] = [[] for _ in self.engines]
         for request in requests:
             assert request.first_id is not None
             for i, e in enumerate(request.engine_by_response or [None] * len(request.seeds)):
                 slot = self.slots[request.first_id + i] = Slot(request, request.first_id + i, i, e)
-                (fresh if e is None else continued[e]).append(slot)
+                (new_slots if e is None else continued_slots[e]).append(slot)
         for e, engine in enumerate(self.engines):
-            part = fresh[e * len(fresh) // len(self.engines) : (e + 1) * len(fresh) // len(self.engines)]
-            engine.queue += sorted(part, key=lambda slot: -slot.request.expected)
-        return continued
+            share = new_slots[
+                e * len(new_slots) // len(self.engines) : (e + 1) * len(new_slots) // len(self.engines)
+            ]
+            engine.queue += sorted(share, key=lambda slot: -slot.request.expected)
+        return continued_slots
 
     def assign(self) -> list[list[Slot]]:
         """Assign waiting responses to engines with room. Return them by engine.
 
         Newly finished ones add room, so that no engine runs dry between messages."""
-        on_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
-        running = [max(0, on_engine[e] - one.waiting_for_tool) for e, one in enumerate(self.engines)]
-        limits = [self._limit * one.servers + one.newly_finished for one in self.engines]
-        queues = [[slot.id for slot in one.queue] for one in self.engines]
-        shares = share_out(queues, running, limits, [one.finished for one in self.engines])
+        unfinished_by_engine = Counter(slot.engine for slot in self.slots.values() if slot.sample is None)
+        running = [
+            max(0, unfinished_by_engine[e] - engine.waiting_for_tool) for e, engine in enumerate(self.engines)
+        ]
+        limits = [self._limit * engine.servers + engine.newly_finished for engine in self.engines]
+        queues = [[slot.id for slot in engine.queue] for engine in self.engines]
+        shares = share_out(queues, running, limits, [engine.finished for engine in self.engines])
         for e, (queue, share) in enumerate(zip(queues, shares, strict=True)):
             self.rebalanced += len(set(share).difference(queue))
             for i in share:
                 self.slots[i].engine = e
-        for one in self.engines:
-            one.queue = [slot for slot in one.queue if slot.engine is None]
+        for engine in self.engines:
+            engine.queue = [slot for slot in engine.queue if slot.engine is None]
         return [[self.slots[i] for i in share] for share in shares]
 
     def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
         """Record samples. Raises EngineError if engines have different weights."""
         if self.version not in (-1, version):
-            different = f"different weight versions: {sorted((self.version, version))}"
-            raise EngineError(f"rollout: the ranks' engines have {different}")
+            problem = f"different weight versions: {sorted((self.version, version))}"
+            raise EngineError(f"rollout: the ranks' engines have {problem}")
         self.version = version
         load = self.engines[engine]
         load.newly_finished += len(samples)
@@ -356,21 +367,21 @@ class Dispatcher:
 
     def groups(self) -> Iterator[tuple[GroupRequest, SampleGroup | None]]:
         """Yield each request and its group; None if incomplete."""
-        for _, some in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
-            slots = list(some)
+        for _, request_slots in groupby(self.slots.values(), key=lambda slot: slot.request.first_id):
+            slots = list(request_slots)
             samples = [slot.sample for slot in slots if slot.sample is not None]
             request, is_complete = slots[0].request, len(samples) == len(slots)
             yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
 
     def take_groups(self, most: int | None = None) -> list[SampleGroup]:
-        taken: list[SampleGroup] = []
+        groups: list[SampleGroup] = []
         for _, group in self.groups():
-            if group is None or len(taken) == most:
+            if group is None or len(groups) == most:
                 break
-            taken.append(group)
-        for sample in (sample for group in taken for sample in group.samples):
+            groups.append(group)
+        for sample in (sample for group in groups for sample in group.samples):
             del self.slots[sample.id]
-        return taken
+        return groups
 
     def clear(self) -> None:
         self.slots.clear()
@@ -392,26 +403,27 @@ def share_out(
     counts = [0] * len(queues)
     # At equal times, non-empty queues come first.
     heap = [
-        (n / speed, not own, e) for e, (n, speed, own) in enumerate(zip(running, speeds, queues, strict=True))
+        (n / speed, not queue, e)
+        for e, (n, speed, queue) in enumerate(zip(running, speeds, queues, strict=True))
     ]
     heapq.heapify(heap)
-    left = sum(map(len, queues))
-    while left and heap:
+    num_waiting = sum(map(len, queues))
+    while num_waiting and heap:
         _, _, e = heapq.heappop(heap)
         if running[e] + counts[e] >= limits[e]:
             continue
         counts[e] += 1
-        left -= 1
+        num_waiting -= 1
         is_exhausted = counts[e] >= len(queues[e])
         heapq.heappush(heap, ((running[e] + counts[e]) / speeds[e], is_exhausted, e))
-    shares = [list(own[:count]) for own, count in zip(queues, counts, strict=True)]
-    rest = [list(own[count:]) for own, count in zip(queues, counts, strict=True)]
+    shares = [list(queue[:count]) for queue, count in zip(queues, counts, strict=True)]
+    remaining_queues = [list(queue[count:]) for queue, count in zip(queues, counts, strict=True)]
     for share, count in zip(shares, counts, strict=True):
         while len(share) < count:
-            longest = max(rest, key=len)
-            missing = min(count - len(share), len(longest))
-            share += longest[-missing:]
-            del longest[-missing:]
+            longest_queue = max(remaining_queues, key=len)
+            missing = min(count - len(share), len(longest_queue))
+            share += longest_queue[-missing:]
+            del longest_queue[-missing:]
     return shares
 
 

@@ -73,7 +73,7 @@ class EngineClient:
                 await asyncio.sleep(0 if self.continuous_batching else YIELD_SECONDS)
 
     async def _poll_once(self) -> None:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         async with self._polling:
             while self._new:
                 params = next(iter(self._new))
@@ -83,13 +83,13 @@ class EngineClient:
                 return
             if self.continuous_batching:
                 loop = asyncio.get_running_loop()
-                ended = await loop.run_in_executor(self.threads, self.engine.poll, POLL_SECONDS)
+                responses = await loop.run_in_executor(self.threads, self.engine.poll, POLL_SECONDS)
             else:
-                ended = self.engine.poll(DECODE_SECONDS)
-        if any(data.finish_reason == "abort" for _, data in ended):
+                responses = self.engine.poll(DECODE_SECONDS)
+        if any(data.finish_reason == "abort" for _, data in responses):
             raise EngineError("rollout: generation was aborted, the batch is not complete")
-        self.busy += time.perf_counter() - started
-        self._set_answers(ended)
+        self.busy += time.perf_counter() - start_time
+        self._set_answers(responses)
 
     def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
         for key, data in ended:
@@ -226,33 +226,33 @@ class SingleTurn(EpisodeInputs):
     async def run(self) -> None:
         if self.aborted:
             raise EpisodeAborted
-        most, prefix = self.params.max_tokens, self.prefix
-        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= most):
-            reason = "length" if prefix.finish_reason == "abort" else prefix.finish_reason
-            found = structs.replace(prefix, finish_reason=reason)
+        max_tokens, prefix = self.params.max_tokens, self.prefix
+        if prefix is not None and (prefix.finish_reason != "abort" or prefix.num_tokens >= max_tokens):
+            finish_reason = "length" if prefix.finish_reason == "abort" else prefix.finish_reason
+            data = structs.replace(prefix, finish_reason=finish_reason)
         else:
-            limit = min(most, self.window + self.prefix_tokens) if self.window else most
-            found = await self._generate(limit)
-        self._data = found.first(found.num_tokens, len(self.prompt.tokens))
-        if found.finish_reason == "abort":
+            limit = min(max_tokens, self.window + self.prefix_tokens) if self.window else max_tokens
+            data = await self._generate(limit)
+        self._data = data.first(data.num_tokens, len(self.prompt.tokens))
+        if data.finish_reason == "abort":
             self.aborted = True
             raise EpisodeAborted
         self.turns = 1
-        if found.finish_reason == "length" and found.num_tokens < most:  # cut by the engine's own limit
+        if data.finish_reason == "length" and data.num_tokens < max_tokens:  # cut by the engine's own limit
             self._data.finish_reason = "stop"
 
     async def _generate(self, limit: int) -> TokenData:
         self.generating = True
         try:
-            found = await generate_turn(
+            data = await generate_turn(
                 self.client, self.prompt.tokens, self.seed, self.params, self.prefix, limit, self.tokenizer
             )
         finally:
             self.generating = False
-        if self.window and found.finish_reason == "length" and found.num_tokens < self.params.max_tokens:
+        if self.window and data.finish_reason == "length" and data.num_tokens < self.params.max_tokens:
             self.windowed = True
-            return structs.replace(found, finish_reason="abort")
-        return found
+            return structs.replace(data, finish_reason="abort")
+        return data
 
     def result(self, *, ended: bool = True) -> TokenData:
         if self._data is not None:
@@ -275,18 +275,18 @@ async def generate_turn(
         prefix: the turn's first tokens, from an aborted request
         max_tokens: including `prefix`
     """
-    found = await client.generate(tokens, seed, params, prefix, max_tokens)
+    data = await client.generate(tokens, seed, params, prefix, max_tokens)
     if prefix is not None and params.stop:
-        found = _cut_at_stop(found, prefix.num_tokens, params.stop, tokenizer, len(tokens))
-    if not found.num_tokens and prefix is not None:
-        found = prefix
-    if found.policy_versions is None:
+        data = _cut_at_stop(data, prefix.num_tokens, params.stop, tokenizer, len(tokens))
+    if not data.num_tokens and prefix is not None:
+        data = prefix
+    if data.policy_versions is None:
         # The transformers engine reports no versions: its present weights sampled.
-        versions = np.full(found.num_tokens, client.engine.weight_version)
+        versions = np.full(data.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions
-        found = structs.replace(found, policy_versions=versions)
-    return found
+        data = structs.replace(data, policy_versions=versions)
+    return data
 
 
 def _cut_at_stop(
@@ -298,8 +298,8 @@ def _cut_at_stop(
     """
     window = stop_window(stop)
     for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):
-        newest = found.tokens[max(0, end - window) : end].tolist()
-        text = tokenizer.decode(newest, skip_special_tokens=False)
-        if any(one in text for one in stop):
+        newest_tokens = found.tokens[max(0, end - window) : end].tolist()
+        text = tokenizer.decode(newest_tokens, skip_special_tokens=False)
+        if any(stop_text in text for stop_text in stop):
             return structs.replace(found.first(end, context), finish_reason="stop")
     return found

@@ -55,9 +55,9 @@ class Grader:
                 queue, self._queue = self._queue, []
                 if not queue:
                     continue
-                started = time.perf_counter()
+                start_time = time.perf_counter()
                 await loop.run_in_executor(self.threads, self._grade, queue)
-                self.seconds += time.perf_counter() - started
+                self.seconds += time.perf_counter() - start_time
                 await report([entry.sample for entry in queue])
 
     async def take_queue(self) -> list[Sample]:
@@ -68,19 +68,21 @@ class Grader:
     def _grade(self, queue: Sequence[Ungraded]) -> None:
         """Grade samples in place. A partial sample's reward stays 0."""
         texts = self._decode_texts([entry.sample for entry in queue])
-        finished = [
+        finished_entries = [
             (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
         ]
-        for (entry, _), verdict in zip(finished, self._get_verdicts(finished), strict=True):
+        for (entry, _), verdict in zip(finished_entries, self._get_verdicts(finished_entries), strict=True):
             self._set_reward(entry.sample, verdict)
         for entry, text in zip(queue, texts, strict=True):
             if self.reflection is not None:
                 entry.sample.reflects = self.reflection.search(text) is not None
 
     def _decode_texts(self, samples: Sequence[Sample]) -> list[str]:
-        by_turn = [split_policy_turns(sample.data) if sample.data is not None else [] for sample in samples]
-        texts = iter(policy_texts(self.tokenizer, [turn for turns in by_turn for turn in turns]))
-        return ["\n".join(islice(texts, len(turns))) for turns in by_turn]
+        turns_by_sample = [
+            split_policy_turns(sample.data) if sample.data is not None else [] for sample in samples
+        ]
+        texts = iter(policy_texts(self.tokenizer, [turn for turns in turns_by_sample for turn in turns]))
+        return ["\n".join(islice(texts, len(turns))) for turns in turns_by_sample]
 
     def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples.
@@ -88,16 +90,20 @@ class Grader:
         An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
-        for (sample, prompt, own), text in finished:
-            if own is None or with_terms:
+        for (sample, prompt, episode_verdict), text in finished:
+            if episode_verdict is None or with_terms:
                 answer = text, prompt.reference
                 sizes = sample.num_sampled, self.max_tokens, sample.is_truncated
                 items.append((*answer, *sizes) if with_terms else answer)
-        graded, verdicts = iter(self.verifier.verify(items)), []
-        for (_, _, own), _ in finished:
-            verdict = own if own is not None and not with_terms else next(graded)
-            if own is not None and (verdict.error is None or own.error is not None or not own.graded):
-                verdict = replace(own, terms=verdict.terms)
+        verifier_verdicts, verdicts = iter(self.verifier.verify(items)), []
+        for (_, _, episode_verdict), _ in finished:
+            verdict = (
+                episode_verdict if episode_verdict is not None and not with_terms else next(verifier_verdicts)
+            )
+            if episode_verdict is not None and (
+                verdict.error is None or episode_verdict.error is not None or not episode_verdict.graded
+            ):
+                verdict = replace(episode_verdict, terms=verdict.terms)
             verdicts.append(verdict)
         return verdicts
 
@@ -105,8 +111,8 @@ class Grader:
         reward, overlong, penalty = self.reward, self.reward.overlong, 0.0
         if overlong.soft_punishment:
             penalty = soft_overlong_punishment(sample.num_sampled, self.max_tokens, overlong.buffer)
-        terms = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
-        total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + terms + penalty
+        term_sum = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+        total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + term_sum + penalty
         if sample.data is not None and sample.data.turn_rewards is not None:
             total += math.fsum(sample.data.turn_rewards)
         sample.correct, sample.graded, sample.score = verdict.correct, verdict.graded, verdict.score
@@ -127,5 +133,7 @@ def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:
     """Return a pattern for `words`, in any case and with any space; None without words.
 
     A match is not part of a longer Latin word (Chinese has no spaces)."""
-    found = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
-    return re.compile(rf"(?<![A-Za-z0-9_])(?:{found})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None
+    alternatives = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
+    return (
+        re.compile(rf"(?<![A-Za-z0-9_])(?:{alternatives})(?![A-Za-z0-9_])", re.IGNORECASE) if words else None
+    )

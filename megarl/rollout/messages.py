@@ -216,10 +216,10 @@ def curve_keys(owner: str) -> tuple[bytes, bytes]:
 
 
 def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
-    result: zmq.asyncio.Socket = context.socket(kind)
-    result.set_hwm(0)
-    result.linger = LINGER
-    return result
+    zmq_socket: zmq.asyncio.Socket = context.socket(kind)
+    zmq_socket.set_hwm(0)
+    zmq_socket.linger = LINGER
+    return zmq_socket
 
 
 async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:
@@ -269,18 +269,18 @@ class Hub:
             await self.send(number, message)
 
     async def receive(self, seconds: float) -> list[tuple[int, Message]]:
-        received: list[tuple[int, Message]] = []
-        began = time.monotonic()
-        left = seconds  # dropped messages do not extend the wait
-        while (parts := await receive_frames(self.socket, 0.0 if received else left)) is not None:
-            left = max(0.0, began + seconds - time.monotonic())
-            message = self._accept(parts)
-            if message is not None:
-                self.last_heard[message[0]] = time.monotonic()
-                received.append(message)
-        if time.monotonic() - began > seconds + KEEP_ALIVE_SECONDS:
+        messages: list[tuple[int, Message]] = []
+        start_time = time.monotonic()
+        seconds_left = seconds  # dropped messages do not extend the wait
+        while (frames := await receive_frames(self.socket, 0.0 if messages else seconds_left)) is not None:
+            seconds_left = max(0.0, start_time + seconds - time.monotonic())
+            numbered_message = self._accept(frames)
+            if numbered_message is not None:
+                self.last_heard[numbered_message[0]] = time.monotonic()
+                messages.append(numbered_message)
+        if time.monotonic() - start_time > seconds + KEEP_ALIVE_SECONDS:
             self.reset_silence()  # this process was blocked
-        return received
+        return messages
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key.decode() in self._keys.values() or self._drop("a connection without a key of this job")
@@ -310,10 +310,12 @@ class Hub:
 
     async def wait_for_ranks(self, ranks: int, limit: float) -> None:
         """Wait for all ranks to connect. Raises WaitTimeout after `limit` seconds."""
-        end = time.monotonic() + limit
-        while missing := set(range(ranks)) - self.last_heard.keys():
-            if time.monotonic() > end:
-                raise WaitTimeout(f"rollout: {rank_name(min(missing))} has not connected within {limit:g} s")
+        deadline = time.monotonic() + limit
+        while missing_ranks := set(range(ranks)) - self.last_heard.keys():
+            if time.monotonic() > deadline:
+                raise WaitTimeout(
+                    f"rollout: {rank_name(min(missing_ranks))} has not connected within {limit:g} s"
+                )
             await self.receive(1.0)
 
     def reset_silence(self) -> None:
@@ -326,8 +328,12 @@ class Hub:
                 await self.send(number, KeepAlive())
 
     def find_silent_rank(self, limit: float) -> int | None:
-        late = [n for n, at in self.last_heard.items() if n != TRAINER and time.monotonic() - at > limit]
-        return min(late, default=None)
+        silent_ranks = [
+            n
+            for n, last_heard in self.last_heard.items()
+            if n != TRAINER and time.monotonic() - last_heard > limit
+        ]
+        return min(silent_ranks, default=None)
 
     def close(self) -> None:
         self.socket.close()
@@ -354,8 +360,8 @@ class Link:
         await self.socket.send(encode_message(message))
 
     async def receive(self, seconds: float) -> Message | None:
-        parts = await receive_frames(self.socket, seconds)
-        return None if parts is None else decode_message("the controller", parts[0].bytes)
+        frames = await receive_frames(self.socket, seconds)
+        return None if frames is None else decode_message("the controller", frames[0].bytes)
 
     def close(self) -> None:
         self.socket.close()
@@ -370,7 +376,7 @@ def own_address() -> str:
     master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "1")
     if not master or os.environ.get("WORLD_SIZE", "1") == "1":
         return ""
-    family, *_, there = socket.getaddrinfo(master, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as one:  # sends nothing; the kernel picks the interface
-        one.connect(there)
-        return str(one.getsockname()[0])
+    family, *_, address = socket.getaddrinfo(master, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:  # sends nothing; the kernel picks the interface
+        sock.connect(address)
+        return str(sock.getsockname()[0])

@@ -20,19 +20,21 @@ def compute_step_metrics(
     """Return metrics of finished responses, and the number of each error.
 
     Raises ConfigError if more than the share `max_ungraded` is ungraded."""
-    finished = [
+    finished_groups = [
         replace(group, samples=finished_samples)
         for group in groups
         if (finished_samples := [sample for sample in group.samples if not sample.is_partial])
     ]
-    responses = [r for group in finished for r in group.samples]
-    ungraded = [r.error for r in responses if not r.graded]
-    if len(ungraded) > max_ungraded * len(responses):
-        share = f"{len(ungraded)} of {len(responses)} responses of a step were not graded"
-        raise ConfigError(f"reward.max_ungraded: {share}, more than {max_ungraded:g} of them: {ungraded[0]}")
+    responses = [r for group in finished_groups for r in group.samples]
+    ungraded_errors = [r.error for r in responses if not r.graded]
+    if len(ungraded_errors) > max_ungraded * len(responses):
+        problem = f"{len(ungraded_errors)} of {len(responses)} responses of a step were not graded"
+        raise ConfigError(
+            f"reward.max_ungraded: {problem}, more than {max_ungraded:g} of them: {ungraded_errors[0]}"
+        )
     stats = response_stats(responses) if responses else {}
     error_counts = Counter(r.error for r in responses if r.error is not None)
-    return stats | length_error(finished) | source_stats(finished), dict(error_counts)
+    return stats | length_error(finished_groups) | source_stats(finished_groups), dict(error_counts)
 
 
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
@@ -64,18 +66,20 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
     for name, flag in (("right", True), ("wrong", False)):
-        if chosen := [r.num_sampled for r in responses if r.correct == flag]:
-            stats[f"response/length_{name}"] = sum(chosen) / len(chosen)
+        if subset_lengths := [r.num_sampled for r in responses if r.correct == flag]:
+            stats[f"response/length_{name}"] = sum(subset_lengths) / len(subset_lengths)
     if any(r.turns > 1 or r.calls for r in responses):
         stats["episode/turns_mean"] = sum(r.turns for r in responses) / count
         stats["episode/calls_mean"] = sum(r.calls for r in responses) / count
         stats["episode/observed_mean"] = sum(r.num_tokens - r.num_sampled for r in responses) / count
     if all(r.reflects is not None for r in responses):
-        with_words, without = ([r.correct for r in responses if r.reflects is flag] for flag in (True, False))
+        with_words, without_words = (
+            [r.correct for r in responses if r.reflects is flag] for flag in (True, False)
+        )
         stats["reflection/share"] = len(with_words) / count
-        if with_words and without:
+        if with_words and without_words:
             stats["reflection/accuracy"] = sum(with_words) / len(with_words)
-            stats["reflection/accuracy_without"] = sum(without) / len(without)
+            stats["reflection/accuracy_without"] = sum(without_words) / len(without_words)
     return stats
 
 
@@ -83,21 +87,21 @@ def length_error(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return the standard error of response/length_mean, in tokens.
 
     The units are prompts, whose responses are correlated."""
-    by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]
-    by_prompt = [lengths for lengths in by_prompt if lengths]
-    prompts, count = len(by_prompt), sum(map(len, by_prompt))
-    if prompts < 2:
+    lengths_by_prompt = [[r.num_sampled for r in group.samples if r.graded] for group in groups]
+    lengths_by_prompt = [lengths for lengths in lengths_by_prompt if lengths]
+    num_prompts, count = len(lengths_by_prompt), sum(map(len, lengths_by_prompt))
+    if num_prompts < 2:
         return {}
-    mean = sum(map(sum, by_prompt)) / count
-    squares = sum((sum(lengths) - mean * len(lengths)) ** 2 for lengths in by_prompt)
-    return {"response/length_error": math.sqrt(squares * prompts / (prompts - 1)) / count}
+    mean = sum(map(sum, lengths_by_prompt)) / count
+    squares = sum((sum(lengths) - mean * len(lengths)) ** 2 for lengths in lengths_by_prompt)
+    return {"response/length_error": math.sqrt(squares * num_prompts / (num_prompts - 1)) / count}
 
 
 def group_by_source(groups: Iterable[SampleGroup]) -> dict[str, list[SampleGroup]]:
-    by_name: dict[str, list[SampleGroup]] = {}
+    groups_by_name: dict[str, list[SampleGroup]] = {}
     for group in groups:
-        by_name.setdefault(group.prompt.source_name, []).append(group)
-    return dict(sorted(by_name.items()))
+        groups_by_name.setdefault(group.prompt.source_name, []).append(group)
+    return dict(sorted(groups_by_name.items()))
 
 
 def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -106,11 +110,11 @@ def source_stats(groups: Sequence[SampleGroup]) -> dict[str, float]:
     sources = group_by_source(groups)
     for name, source_groups in sources.items() if len(sources) > 1 else ():
         responses = [response for group in source_groups for response in group.samples]
-        found, keys = response_stats(responses), ("reward/accuracy", "reward/score", "response/length_mean")
+        values, keys = response_stats(responses), ("reward/accuracy", "reward/score", "response/length_mean")
         stats[f"source/{name}/responses"] = len(responses)
-        for short, key in zip(("accuracy", "score", "length"), keys, strict=True):
-            if key in found:
-                stats[f"source/{name}/{short}"] = found[key]
+        for short_name, key in zip(("accuracy", "score", "length"), keys, strict=True):
+            if key in values:
+                stats[f"source/{name}/{short_name}"] = values[key]
     return stats
 
 
@@ -127,8 +131,8 @@ def make_records(
     step: int, groups: Sequence[SampleGroup], tokenizer: Any, limit: int
 ) -> dict[int, SampleRecord]:
     """Return at most `limit` finished samples, by row of the batch."""
-    pairs = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
-    found = [
+    rows = [(group, r, text) for group in groups for r, text in group.texts(tokenizer)]
+    records = [
         SampleRecord(
             step=step,
             prompt=group.prompt.text,
@@ -143,8 +147,8 @@ def make_records(
             group_right=group.num_correct,
             turns=r.turn_texts(tokenizer),
         )
-        for group, r, text in pairs
+        for group, r, text in rows
     ]
-    finished = [*compress(found, (not r.is_partial for _, r, _ in pairs))]
-    chosen = {id(sample) for sample in choose_samples(finished, limit)}
-    return {row: sample for row, sample in enumerate(found) if id(sample) in chosen}
+    finished_records = [*compress(records, (not r.is_partial for _, r, _ in rows))]
+    chosen_ids = {id(record) for record in choose_samples(finished_records, limit)}
+    return {row: record for row, record in enumerate(records) if id(record) in chosen_ids}

@@ -79,8 +79,8 @@ class RolloutRank:
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
-            kind = WindowController if config.rollout.window is not None else Controller
-            self.controller = kind(config, hub, ranks.world, take_prompts)
+            controller_class = WindowController if config.rollout.window is not None else Controller
+            self.controller = controller_class(config, hub, ranks.world, take_prompts)
             self.address = hub.address
         self.address = broadcast_from_rank_0(ranks, self.address if self.controller else "", str)
         self._run(self._connect())
@@ -92,11 +92,11 @@ class RolloutRank:
             # Cancel leftover tasks quietly before the sockets close.
             self._loop.set_exception_handler(lambda _loop, _context: None)
             for _ in range(3):  # an interrupted task raises the interrupt again
-                if left := asyncio.all_tasks(self._loop):
-                    for task in left:
+                if pending_tasks := asyncio.all_tasks(self._loop):
+                    for task in pending_tasks:
                         task.cancel()
                     with suppress(KeyboardInterrupt):
-                        self._loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+                        self._loop.run_until_complete(asyncio.wait(pending_tasks, timeout=1.0))
             raise
         except SystemExit as error:  # the event loop lets it through
             what = f"one of its tasks has called sys.exit({error})"
@@ -113,19 +113,19 @@ class RolloutRank:
 
     def collect(self, step: int) -> RolloutBatch:
         """Collect a step's groups, with this rank's tokens."""
-        limit, shown = self.config.log.samples, list[SampleGroup]()
+        limit, shown_groups = self.config.log.samples, list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
-            groups, metrics, errors = await controller.collect(step)
-            shown.extend(await controller.fetch(select_groups_to_show(groups, limit)))
-            return groups, metrics, errors
+            groups, metrics, error_counts = await controller.collect(step)
+            shown_groups.extend(await controller.fetch(select_groups_to_show(groups, limit)))
+            return groups, metrics, error_counts
 
-        groups, metrics, errors = self._run_rollout(decide, ())
+        groups, metrics, error_counts = self._run_rollout(decide, ())
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
-        batch.metrics, batch.errors = metrics, errors
-        batch.records = make_records(step, shown, self.tokenizer, limit)
+        batch.metrics, batch.errors = metrics, error_counts
+        batch.records = make_records(step, shown_groups, self.tokenizer, limit)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
         return batch
@@ -135,17 +135,17 @@ class RolloutRank:
     ) -> list[SampleGroup]:
         """Return one group per request, without reward terms. whole: rank 0 gets all tokens"""
 
-        fetched = list[SampleGroup]()
+        fetched_groups = list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
             groups = await controller.generate(requests, params)
-            fetched.extend(await controller.fetch(groups) if whole else ())
+            fetched_groups.extend(await controller.fetch(groups) if whole else ())
             return groups, {}, {}
 
         groups, _, _ = self._run_rollout(decide, [request.prompt for request in requests])
         for sample in (sample for group in groups for sample in group.samples):
             self.worker.graded.pop(sample.id, None)
-        return fetched or groups
+        return fetched_groups or groups
 
     def evaluate(
         self, sets: Sequence[ProblemSet], params: SamplingParams | None = None
@@ -153,46 +153,46 @@ class RolloutRank:
         """Sample and grade answers to the sets' problems; rank 0 gets the tokens.
 
         Seeds do not depend on other sets. Raises DataError without problems."""
-        if not any(one.problems for one in sets):
+        if not any(problem_set.problems for problem_set in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
         evaluation, rollout = self.config.evaluation, self.config.rollout
         params = params or SamplingParams(
             rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
         )
         requests = []
-        for one in sets:
-            k, times_sampled = one.samples, Counter[int]()
-            for problem in one.problems:
-                first = times_sampled[problem.uid] * k
-                seeds = [evaluation_seed(self.config.seed, problem.uid, first + i) for i in range(k)]
+        for problem_set in sets:
+            k, times_sampled = problem_set.samples, Counter[int]()
+            for problem in problem_set.problems:
+                first_index = times_sampled[problem.uid] * k
+                seeds = [evaluation_seed(self.config.seed, problem.uid, first_index + i) for i in range(k)]
                 requests.append(GroupRequest(problem, seeds))
                 times_sampled[problem.uid] += 1
         groups = iter(self.generate(requests, params, whole=True))
-        return [(one, list(islice(groups, len(one.problems)))) for one in sets]
+        return [(problem_set, list(islice(groups, len(problem_set.problems)))) for problem_set in sets]
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.
 
         known: the groups' prompts, if all ranks know them; else empty
         """
-        started = time.perf_counter()
-        decided = self._run(self._serve(decide))
-        failure = decided if isinstance(decided, MegarlError) else None
+        start_time = time.perf_counter()
+        result = self._run(self._serve(decide))
+        failure = result if isinstance(result, MegarlError) else None
         outcome: RolloutOutcome | None = None
-        if decided is not None and failure is None:
-            outcome = self._make_outcome(*decided, known=bool(known))
-            known = [group.prompt for group in decided[0]]
-        kind = tuple[MegarlError | None, RolloutOutcome | None]
-        failure, outcome = broadcast_from_rank_0(self.ranks, (failure, outcome), kind)
+        if result is not None and failure is None:
+            outcome = self._make_outcome(*result, known=bool(known))
+            known = [group.prompt for group in result[0]]
+        result_type = tuple[MegarlError | None, RolloutOutcome | None]
+        failure, outcome = broadcast_from_rank_0(self.ranks, (failure, outcome), result_type)
         if failure is not None:
             raise failure
         assert outcome is not None
         seconds = self.worker.seconds if self.worker.leads else outcome.seconds
-        waited = time.perf_counter() - started - seconds["generate"] - seconds["verify"]
-        self.seconds = {**seconds, "gather": max(0.0, waited), "idle": outcome.idle}
-        here = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
+        gather_seconds = time.perf_counter() - start_time - seconds["generate"] - seconds["verify"]
+        self.seconds = {**seconds, "gather": max(0.0, gather_seconds), "idle": outcome.idle}
+        data_by_id = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
         columns = zip(known or outcome.prompts, outcome.samples, outcome.policy_versions, strict=True)
-        groups = [SampleGroup(*columns_of_one).with_data(here) for columns_of_one in columns]
+        groups = [SampleGroup(*group_columns).with_data(data_by_id) for group_columns in columns]
         return groups, {**outcome.stats}, outcome.errors
 
     async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
@@ -200,14 +200,14 @@ class RolloutRank:
         if self.controller is None:
             await self.worker.serve(self.link)
             return None
-        serving = asyncio.create_task(self.worker.serve(self.link))
-        deciding = asyncio.create_task(decide_and_end(self.controller, decide))
+        worker_task = asyncio.create_task(self.worker.serve(self.link))
+        decision_task = asyncio.create_task(decide_and_end(self.controller, decide))
         try:
-            await asyncio.gather(serving, deciding)
+            await asyncio.gather(worker_task, decision_task)
         finally:
-            for task in (serving, deciding):
+            for task in (worker_task, decision_task):
                 task.cancel()
-        return deciding.result()
+        return decision_task.result()
 
     def _make_outcome(
         self, groups: list[SampleGroup], stats: dict[str, float], errors: dict[str, int], *, known: bool
@@ -257,12 +257,12 @@ class RolloutRank:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `join_shares`, with any number of engines."""
-        each, worker = self.config.rollout.engine_tp, self.worker
-        loaded = load_state(state, worker.rank, self.ranks.world // each, each)
-        worker.graded, worker.partials = loaded.graded, loaded.partials
+        ranks_per_engine, worker = self.config.rollout.engine_tp, self.worker
+        loaded_state = load_state(state, worker.rank, self.ranks.world // ranks_per_engine, ranks_per_engine)
+        worker.graded, worker.partials = loaded_state.graded, loaded_state.partials
         if (controller := self.controller) is not None:
-            controller.surplus, controller.returned = loaded.surplus, loaded.returned
-            controller.next_id, controller.lengths = loaded.next_id, loaded.lengths
+            controller.surplus, controller.returned = loaded_state.surplus, loaded_state.returned
+            controller.next_id, controller.lengths = loaded_state.next_id, loaded_state.lengths
 
     def close(self) -> None:
         if self._loop.is_closed():

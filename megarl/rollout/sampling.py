@@ -42,10 +42,10 @@ def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
 
     chosen: integers [t, layers, topk], t <= tokens
     """
-    kind: Any = np.uint8 if experts < 256 else np.int16
-    found = np.full((tokens, *chosen.shape[1:]), np.iinfo(kind).max, dtype=kind)
-    found[: len(chosen)] = chosen
-    return found
+    dtype: Any = np.uint8 if experts < 256 else np.int16
+    routing = np.full((tokens, *chosen.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
+    routing[: len(chosen)] = chosen
+    return routing
 
 
 def _hash(salt: str, *numbers: int) -> int:
@@ -106,22 +106,26 @@ def _search(weights: Tensor, share: Tensor | float, *, right: bool) -> Tensor:
     if size <= BLOCK:
         cdf = weights.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(cdf, share * cdf[:, -1:], right=right).clamp_(max=size - 1)
-    blocks, whole = -(-size // BLOCK), size // BLOCK * BLOCK
-    parts = [part.unflatten(1, (-1, BLOCK)) for part in weights[:, :whole].split(AT_ONCE * BLOCK, dim=1)]
-    sums = torch.cat(
-        [part.sum(-1, dtype=torch.float64) for part in (*parts, weights[:, None, whole:])], dim=1
-    )[:, :blocks]
-    ends = sums.cumsum(-1)
-    point = share * ends[:, -1:]
-    block = torch.searchsorted(ends, point, right=right).clamp_(max=blocks - 1)
-    inside = torch.arange(BLOCK, device=weights.device)
-    columns = block * BLOCK + inside
-    there = weights.gather(1, columns.clamp(max=size - 1)).where(columns < size, 0.0)
-    before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
-    found = torch.searchsorted(before + there.cumsum(-1, dtype=torch.float64), point, right=right)
+    num_blocks, full_columns = -(-size // BLOCK), size // BLOCK * BLOCK
+    chunks = [
+        chunk.unflatten(1, (-1, BLOCK)) for chunk in weights[:, :full_columns].split(AT_ONCE * BLOCK, dim=1)
+    ]
+    block_sums = torch.cat(
+        [chunk.sum(-1, dtype=torch.float64) for chunk in (*chunks, weights[:, None, full_columns:])], dim=1
+    )[:, :num_blocks]
+    cumulative_sums = block_sums.cumsum(-1)
+    threshold = share * cumulative_sums[:, -1:]
+    block = torch.searchsorted(cumulative_sums, threshold, right=right).clamp_(max=num_blocks - 1)
+    offsets = torch.arange(BLOCK, device=weights.device)
+    columns = block * BLOCK + offsets
+    block_weights = weights.gather(1, columns.clamp(max=size - 1)).where(columns < size, 0.0)
+    preceding_sum = torch.nn.functional.pad(cumulative_sums, (1, 0)).gather(1, block)
+    offset = torch.searchsorted(
+        preceding_sum + block_weights.cumsum(-1, dtype=torch.float64), threshold, right=right
+    )
     # A block's two sums may differ by a rounding error.
-    last = ((there > 0) * inside).amax(-1, keepdim=True)
-    return block * BLOCK + torch.minimum(found, last)
+    last_offset = ((block_weights > 0) * offsets).amax(-1, keepdim=True)
+    return block * BLOCK + torch.minimum(offset, last_offset)
 
 
 def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -129,12 +133,12 @@ def keep_top(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
     Ties with the last one are kept. The result is not renormalised."""
     if 0 < top_k < probs.shape[-1]:
-        least = probs.topk(top_k, dim=-1).values[:, -1:]
-        probs = probs.where(probs >= least, 0.0)
+        threshold = probs.topk(top_k, dim=-1).values[:, -1:]
+        probs = probs.where(probs >= threshold, 0.0)
     if top_p < 1.0:
-        ordered = probs.sort(dim=-1, descending=True).values
-        least = ordered.gather(-1, _search(ordered, top_p, right=False))
-        probs = probs.where(probs >= least, 0.0)
+        sorted_probs = probs.sort(dim=-1, descending=True).values
+        threshold = sorted_probs.gather(-1, _search(sorted_probs, top_p, right=False))
+        probs = probs.where(probs >= threshold, 0.0)
     return probs
 
 
@@ -154,7 +158,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logprobs = torch.log_softmax(
             logits if params.temperature == 1 else logits / params.temperature, dim=-1
         )
-        # Strictly below the total, so that the token has a positive probability.
-        point = uniform(seeds, index)[:, None]
-        tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), point, right=True)[:, 0]
+        # The share is below 1, so that the token has a positive probability.
+        share = uniform(seeds, index)[:, None]
+        tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), share, right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

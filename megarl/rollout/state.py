@@ -89,60 +89,64 @@ class LoadedState:
 
 def load_state(state: Mapping[str, Any], rank: int, engines: int, ranks_per_engine: int) -> LoadedState:
     """Invert `join_shares` for one rank. Engines get equal shares of samples."""
-    loaded = LoadedState(lengths=dict(state.get("lengths", ())))
+    loaded_state = LoadedState(lengths=dict(state.get("lengths", ())))
     for i, entry in enumerate(state["surplus"]):
         owner = i % engines * ranks_per_engine
         group = group_from_state(entry, owner)
         for sample in group.samples:
-            sample.id, loaded.next_id = loaded.next_id, loaded.next_id + 1
+            sample.id, loaded_state.next_id = loaded_state.next_id, loaded_state.next_id + 1
             if owner == rank:
-                loaded.graded[sample.id] = sample
-        loaded.surplus.append(group)
+                loaded_state.graded[sample.id] = sample
+        loaded_state.surplus.append(group)
     for i, entry in enumerate(state.get("returned", ())):
         engine, prompt, seeds = i % engines, _prompt_from_state(entry["prompt"]), entry["seeds"]
         if not entry["begun"]:
-            loaded.returned.append(GroupRequest(prompt, seeds))
+            loaded_state.returned.append(GroupRequest(prompt, seeds))
             continue
-        first = loaded.next_id
-        for j, saved in enumerate(entry["begun"]):
-            if saved and engine * ranks_per_engine == rank:
-                loaded.partials[first + j] = _token_data(saved, saved["finish"], saved.get("journal", ()))
-        owners = [engine if saved else None for saved in entry["begun"]]
-        loaded.returned.append(GroupRequest(prompt, seeds, first_id=first, engine_by_response=owners))
-        loaded.next_id += len(seeds)
-    return loaded
+        first_id = loaded_state.next_id
+        for j, response in enumerate(entry["begun"]):
+            if response and engine * ranks_per_engine == rank:
+                loaded_state.partials[first_id + j] = _token_data(
+                    response, response["finish"], response.get("journal", ())
+                )
+        engine_by_response = [engine if response else None for response in entry["begun"]]
+        loaded_state.returned.append(
+            GroupRequest(prompt, seeds, first_id=first_id, engine_by_response=engine_by_response)
+        )
+        loaded_state.next_id += len(seeds)
+    return loaded_state
 
 
 def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = None) -> dict[str, Any]:
     """Return a group for JSON. tokens: of its samples; None: `Sample.data`"""
-    samples = []
+    responses = []
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None
         fields = {key: getattr(sample, name) for name, key in SAMPLE_KEYS.items()}
-        samples.append(fields | _token_state(data))
-    return {"prompt": _prompt_state(group.prompt), "responses": samples, "version": group.policy_version}
+        responses.append(fields | _token_state(data))
+    return {"prompt": _prompt_state(group.prompt), "responses": responses, "version": group.policy_version}
 
 
 def group_from_state(state: Mapping[str, Any], owner: int = 0) -> SampleGroup:
     """Invert `group_state`. owner: rank that keeps the tokens"""
     samples = []
-    for saved in state["responses"]:
-        fields = {name: saved[key] for name, key in SAMPLE_KEYS.items() if key in saved}
-        finish = saved["finish"] if saved["finish"] != "window" else "abort"
-        samples.append(Sample.from_data(_token_data(saved, finish), owner, **fields))
+    for response in state["responses"]:
+        fields = {name: response[key] for name, key in SAMPLE_KEYS.items() if key in response}
+        finish = response["finish"] if response["finish"] != "window" else "abort"
+        samples.append(Sample.from_data(_token_data(response, finish), owner, **fields))
     return SampleGroup(_prompt_from_state(state["prompt"]), samples, state["version"])
 
 
 def _request_state(request: GroupRequest, partials: Mapping[int, TokenData]) -> dict[str, Any]:
-    unfinished: list[dict[str, Any] | None] = []
+    token_states: list[dict[str, Any] | None] = []
     if request.first_id is not None:
-        for number in range(request.first_id, request.first_id + len(request.seeds)):
-            if (data := partials.get(number)) is None:
-                unfinished.append(None)
+        for sample_id in range(request.first_id, request.first_id + len(request.seeds)):
+            if (data := partials.get(sample_id)) is None:
+                token_states.append(None)
             else:
-                more = {"finish": data.finish_reason, "journal": data.journal}
-                unfinished.append(_token_state(data) | more)
-    return {"prompt": _prompt_state(request.prompt), "seeds": list(request.seeds), "begun": unfinished}
+                fields = {"finish": data.finish_reason, "journal": data.journal}
+                token_states.append(_token_state(data) | fields)
+    return {"prompt": _prompt_state(request.prompt), "seeds": list(request.seeds), "begun": token_states}
 
 
 def _prompt_state(prompt: Prompt) -> dict[str, Any]:

@@ -20,11 +20,11 @@ class WindowController(Controller):
         if config.rollout.window is None or step <= 0:  # value pretraining needs whole responses
             return await super().collect(step)
         self.start_rollout(make_sampling_params(config.rollout, step), window=config.rollout.window)
-        waiting, self.returned = self.returned, []
-        prompts = max(0, math.ceil((config.responses - len(waiting)) / config.rollout.group_size))
-        for request in self.take_requests(prompts, step):
-            waiting += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
-        requests, rest = waiting[: config.responses], waiting[config.responses :]
+        queue, self.returned = self.returned, []
+        num_prompts = max(0, math.ceil((config.responses - len(queue)) / config.rollout.group_size))
+        for request in self.take_requests(num_prompts, step):
+            queue += [GroupRequest(request.prompt, [seed]) for seed in request.seeds]
+        requests, deferred_requests = queue[: config.responses], queue[config.responses :]
         await self.dispatch(requests)
         slots = list(self.dispatcher.slots.values())
         samples = [group.samples[0] for group in await self.wait_for_groups()]
@@ -42,6 +42,6 @@ class WindowController(Controller):
             "rollout/unfinished": len(self.returned) / len(samples),
             "rollout/moved": self.dispatcher.rebalanced,
         }
-        self.returned += rest
+        self.returned += deferred_requests
         metrics, error_counts = compute_step_metrics(groups, config.reward.max_ungraded)
         return groups, stats | metrics, error_counts

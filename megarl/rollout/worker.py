@@ -67,10 +67,12 @@ class Worker:
 
     @property
     def oldest(self) -> str:
-        for one in list(self._running.values())[:1]:
-            what = f"response {one.index} to prompt {one.episode.prompt.uid}, turn {one.episode.turns}"
-            waits = f", in {one.episode.waiting}," if one.episode.waiting else ""
-            return f"{what}{waits} on engine rank {self.rank}, for {time.monotonic() - one.started:.0f} s"
+        for entry in list(self._running.values())[:1]:
+            what = f"response {entry.index} to prompt {entry.episode.prompt.uid}, turn {entry.episode.turns}"
+            wait_text = f", in {entry.episode.waiting}," if entry.episode.waiting else ""
+            return (
+                f"{what}{wait_text} on engine rank {self.rank}, for {time.monotonic() - entry.started:.0f} s"
+            )
         return "none"
 
     async def serve(self, link: m.Link) -> None:
@@ -114,14 +116,14 @@ class Worker:
 
     async def _follow_controller(self) -> None:
         """Act on messages until `EndRollout`."""
-        heard, limit = time.monotonic(), self.config.parallel.timeout
+        last_heard, limit = time.monotonic(), self.config.parallel.timeout
         while True:
             message = await self.link.receive(m.KEEP_ALIVE_SECONDS)
             if time.monotonic() - self.link.last_sent > m.KEEP_ALIVE_SECONDS:
                 await self.link.send(m.KeepAlive())
             if message is not None:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > limit:
+                last_heard = time.monotonic()
+            elif time.monotonic() - last_heard > limit:
                 silence = f"nothing from the controller for {limit:g} s (parallel.timeout)"
                 raise WaitTimeout(f"rollout: engine rank {self.rank} has received {silence}")
             match message:
@@ -133,7 +135,7 @@ class Worker:
                     await self._send_token_data(ids)
                 case m.RestartEngines(failures):
                     self._recover(failures)
-                    heard = time.monotonic()
+                    last_heard = time.monotonic()
                 case m.EndRollout(keep):
                     await self._end(set(keep))
                     return
@@ -188,7 +190,7 @@ class Worker:
         self.grader.add(sample, episode.prompt, verdict)
 
     async def _cancel_episodes(self) -> None:
-        tasks = [one.task for one in self._running.values()]
+        tasks = [entry.task for entry in self._running.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -199,51 +201,51 @@ class Worker:
 
     async def _report_graded(self, samples: Sequence[Sample]) -> None:
         self.graded |= {sample.id: sample for sample in samples}
-        without_data = [sample.with_data(None) for sample in samples]
-        await self.link.send(m.SamplesFinished(self.engine.weight_version, without_data, self.client.busy))
+        metadata = [sample.with_data(None) for sample in samples]
+        await self.link.send(m.SamplesFinished(self.engine.weight_version, metadata, self.client.busy))
 
     async def _report_tool_waits(self) -> None:
         """Report waiting episodes, so that the engine gets more work."""
-        reported = 0
+        num_reported = 0
         while self.config.rollout.is_multi_turn and self.ranks > self.config.rollout.engine_tp:
             await self._tool_waits_changed.wait()
             self._tool_waits_changed.clear()
-            waiting = sum(not one.episode.in_engine for one in self._running.values())
-            if abs(waiting - reported) > len(self._running) // 16:
-                reported = waiting
-                await self.link.send(m.ToolWaitCount(reported))
+            num_waiting = sum(not entry.episode.in_engine for entry in self._running.values())
+            if abs(num_waiting - num_reported) > len(self._running) // 16:
+                num_reported = num_waiting
+                await self.link.send(m.ToolWaitCount(num_reported))
 
     async def _send_token_data(self, ids: Iterable[int]) -> None:
-        found = {i: data for i in ids if (data := self.graded[i].data) is not None}
+        data_by_id = {i: data for i in ids if (data := self.graded[i].data) is not None}
         await self.link.send(
-            m.TokenDataReply({i: structs.replace(data, journal=[]) for i, data in found.items()})
+            m.TokenDataReply({i: structs.replace(data, journal=[]) for i, data in data_by_id.items()})
         )
 
     def _recover(self, failures: Sequence[tuple[int, str]]) -> None:
-        by_rank: Failures = [None] * self.ranks
-        for rank, why in failures:
-            by_rank[rank] = EngineFailure(why)
-        self.recover(by_rank)
-        if by_rank[self.rank] is not None:
+        failure_by_rank: Failures = [None] * self.ranks
+        for rank, reason in failures:
+            failure_by_rank[rank] = EngineFailure(reason)
+        self.recover(failure_by_rank)
+        if failure_by_rank[self.rank] is not None:
             self.client.recovered.set()
 
     async def _abort(self, ids: Sequence[int]) -> None:
         """Abort all episodes. Keep these samples' tokens."""
         failure: EngineFailure | None = None
-        for one in self._running.values():  # first, so that none makes another request
-            one.episode.aborted = True
+        for entry in self._running.values():  # first, so that none makes another request
+            entry.episode.aborted = True
         try:
             await self.client.abort()
         except EngineFailure as error:
             failure = error
         await self._wait_for_episodes()
-        ungraded, version = await self.grader.take_queue(), self.engine.weight_version
-        found = self.partials | {sample.id: make_prefix(sample, version) for sample in ungraded}
+        ungraded_samples, version = await self.grader.take_queue(), self.engine.weight_version
+        data_by_id = self.partials | {sample.id: make_prefix(sample, version) for sample in ungraded_samples}
         for i in ids:
             if i in self.graded:  # its group was not taken: it is graded again
-                found[i] = make_prefix(self.graded.pop(i), version)
-        wanted = set(ids)
-        self.partials = {i: data for i, data in found.items() if i in wanted}
+                data_by_id[i] = make_prefix(self.graded.pop(i), version)
+        kept_ids = set(ids)
+        self.partials = {i: data for i, data in data_by_id.items() if i in kept_ids}
         if failure is not None:
             self.client.recovered.clear()
             await self._report_failure(failure)
@@ -251,16 +253,16 @@ class Worker:
 
     async def _wait_for_episodes(self) -> None:
         """Wait for generating episodes to end, and cancel others."""
-        tasks = [one.task for one in self._running.values()]
+        tasks = [entry.task for entry in self._running.values()]
         if not tasks:
             return
-        for one in list(self._running.values()):
-            if one.episode.waiting or not one.episode.generating:
-                one.task.cancel()
+        for entry in list(self._running.values()):
+            if entry.episode.waiting or not entry.episode.generating:
+                entry.task.cancel()
         limit = self.config.rollout.turns.seconds
-        _, left = await asyncio.wait(tasks, timeout=limit)
-        if left:
-            what = f"{len(left)} episodes have not ended {limit:g} s after they were aborted"
+        _, pending_tasks = await asyncio.wait(tasks, timeout=limit)
+        if pending_tasks:
+            what = f"{len(pending_tasks)} episodes have not ended {limit:g} s after they were aborted"
             remedy = "let EpisodeAborted and CancelledError through"
             raise EngineError(f"{self.key}: {what}: {self.oldest} ({remedy})")
 

@@ -133,24 +133,25 @@ class RolloutEngine(ABC):
     def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[TokenData]:
         """Return a response per request, for tests and benchmarks."""
         self.submit(dict(enumerate(requests)), params)
-        ended: dict[int, TokenData] = {}
+        responses: dict[int, TokenData] = {}
         while self.running:
-            ended |= self.poll(1.0)
-        return [ended[i] for i in range(len(requests))]
+            responses |= self.poll(1.0)
+        return [responses[i] for i in range(len(requests))]
 
 
 def load_engine_class(config: Config) -> type[RolloutEngine]:
     module, _, name = ENGINES[config.rollout.engine].implementation.partition(":")
-    engine: type[RolloutEngine] = getattr(import_module(module), name)
-    return engine
+    engine_class: type[RolloutEngine] = getattr(import_module(module), name)
+    return engine_class
 
 
 def check_positions(requests: Iterable[GenerationRequest], params: SamplingParams, positions: float) -> None:
     """Raise EngineError if a request does not fit the model's positions."""
     for request in requests:
-        context, left = len(request.context), request.left(params)
-        if left < 1 or context + left > positions:
+        context_length, max_new_tokens = len(request.context), request.left(params)
+        if max_new_tokens < 1 or context_length + max_new_tokens > positions:
             raise EngineError(
-                f"rollout: a prompt of {context} tokens and {left} response tokens do not fit the model's "
-                f"{positions} positions (lower rollout.max_response_tokens or data.max_prompt_tokens)"
+                f"rollout: a prompt of {context_length} tokens and {max_new_tokens} response tokens "
+                f"do not fit the model's {positions} positions "
+                "(lower rollout.max_response_tokens or data.max_prompt_tokens)"
             )

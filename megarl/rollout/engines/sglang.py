@@ -59,9 +59,9 @@ class SGLangRequests(RolloutEngine):
             )
         positions = self.hf_config.get("max_position_embeddings", math.inf)
         check_positions(requests.values(), params, positions)
-        new = {number: (request, params) for number, request in requests.items()}
-        self._outstanding |= new
-        self._send(new)
+        new_requests = {number: (request, params) for number, request in requests.items()}
+        self._outstanding |= new_requests
+        self._send(new_requests)
 
     @abstractmethod
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
@@ -82,14 +82,14 @@ class SGLangRequests(RolloutEngine):
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, answered, routing = answer
+        tokens, logprobs, finish, answer_version, routing = answer
         version, prefix = self.weight_version, request.prefix or TokenData()
         count, vocab = len(tokens), self.hf_config["vocab_size"]
-        known = finish in ("stop", "length", "abort")
+        is_known_finish = finish in ("stop", "length", "abort")
         problem, experts = "", None
-        if answered != (name or str(version)):
-            problem = f"with weights of version {answered}, not {name or version}"
-        elif not known or len(logprobs) != count or (not tokens and finish != "abort"):
+        if answer_version != (name or str(version)):
+            problem = f"with weights of version {answer_version}, not {name or version}"
+        elif not is_known_finish or len(logprobs) != count or (not tokens and finish != "abort"):
             problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
         elif not all(0 <= token < vocab for token in tokens):
             problem = f"a token outside of the vocabulary of {vocab}"
@@ -101,8 +101,8 @@ class SGLangRequests(RolloutEngine):
             experts, problem = _decode_routing(routing or "", length, self.hf_config)
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
-        earlier: Any = () if prefix.policy_versions is None else prefix.policy_versions
-        versions = np.array([*earlier, *[version] * count])
+        prefix_versions: Any = () if prefix.policy_versions is None else prefix.policy_versions
+        versions = np.array([*prefix_versions, *[version] * count])
         columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
         return TokenData(*columns, finish, versions, experts)
 
@@ -137,8 +137,8 @@ class SGLangEngine(SGLangRequests):
         elif capability < (8, 9):  # can_auto_enable_marlin_fp8, SGLang 0.5.23
             problem = "on GPUs before Ada and Hopper SGLang repacks the weights for Marlin's kernels"
         if problem:
-            unwritten = "which megarl does not write (set it to model)"
-            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {unwritten}")
+            limitation = "which megarl does not write (set it to model)"
+            raise ConfigError(f"rollout.weights_dtype: fp8_block: {problem}, {limitation}")
 
     @classmethod
     def machine_note(cls, device: str) -> str | None:
@@ -186,27 +186,31 @@ class SGLangEngine(SGLangRequests):
         if get_family(self.hf_config).has("shared_experts.linear_fc1.weight"):
             # Fusion would append these to routed experts' weights.
             arguments["disable_shared_experts_fusion"] = True
-        cpu, family = self.device.type == "cpu", get_family(self.hf_config)
+        is_cpu, family = self.device.type == "cpu", get_family(self.hf_config)
         overrides: dict[str, Any] = {}
         if rollout.weights_dtype == "fp8_block":
             overrides["quantization_config"] = FP8_CONFIG
         if family.is_latent:  # transformers does not write these to config.json
             overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
             rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
-            if cpu and not rope.get("factor"):
+            if is_cpu and not rope.get("factor"):
                 # SGLang has only YaRN there (get_rope_cpu), which does not scale with factor 1.
                 positions = self.hf_config["max_position_embeddings"]
-                plain = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": positions}
-                overrides["rope_parameters"] = plain
+                rope_parameters = {
+                    "rope_type": "yarn",
+                    "factor": 1.0,
+                    "original_max_position_embeddings": positions,
+                }
+                overrides["rope_parameters"] = rope_parameters
         if family.is_linear:  # SGLang reads no `layer_types`
             overrides["full_attention_interval"] = full_attention_interval(self.hf_config)
         if overrides:
             arguments["json_model_override_args"] = json.dumps(overrides)
-        if cpu:
+        if is_cpu:
             # SGLang's default caches take most of the memory.
-            longest = config.data.max_prompt_tokens + rollout.max_extent
+            max_length = config.data.max_prompt_tokens + rollout.max_extent
             arguments |= {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
-            arguments |= {"max_total_tokens": rollout.max_batch * longest}
+            arguments |= {"max_total_tokens": rollout.max_batch * max_length}
             if family.is_linear:
                 # Three states per request, including prefixes'; other strategies need a GPU.
                 arguments |= {"max_mamba_cache_size": 3 * rollout.max_batch}
@@ -227,15 +231,15 @@ class SGLangEngine(SGLangRequests):
             # Graphs can sleep only if the memory saver manages them from the start. It refuses "breakable"
             # ones, prefill's default (BreakableCudaGraphBackend.__init__).
             options = self.config.rollout.engine_options
-            sleeps = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
-            found = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if sleeps else "0"}
+            can_sleep = options.get("disable_prefill_cuda_graph", True) and "breakable" not in str(options)
+            environment = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1" if can_sleep else "0"}
             # 1 would permute experts' rows at each load, even those that a transfer leaves out.
-            found["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
+            environment["SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"] = "0"
             # Ranks that sampled different tokens would deadlock.
-            found["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
+            environment["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
             # The memory saver's preloaded library needs CUDA's runtime before Python starts.
             paths = [*cuda_runtime_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
-            return found | conv_dtype | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
+            return environment | conv_dtype | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths))}
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(self.rank, self.rank + self.config.rollout.engine_tp)
         return conv_dtype | {
@@ -290,8 +294,8 @@ class SGLangEngine(SGLangRequests):
             rows = []
             for number, (request, request_params) in requests.items():
                 if request_params == params:
-                    sizes = len(request.prompt_tokens), request.seed, request.left(params)
-                    rows.append((number, list(request.context), *sizes))
+                    fields = len(request.prompt_tokens), request.seed, request.left(params)
+                    rows.append((number, list(request.context), *fields))
             settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
             self.process.submit(rows, settings)
 
@@ -301,27 +305,27 @@ class SGLangEngine(SGLangRequests):
         if self._failure is not None:
             raise self._failure
         assert self.process is not None
-        ended = []
+        responses = []
         for number, answer in self.process.poll(seconds):
             try:
                 request, params = self._outstanding[number]
-                ended.append((number, self._token_data(request, answer, routed=params.routing)))
+                responses.append((number, self._token_data(request, answer, routed=params.routing)))
             except EngineFailure as failure:
                 self._failure = failure  # the next call raises it
                 continue
             del self._outstanding[number]
-        return ended
+        return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        ended = []
+        responses = []
         try:
             while self._outstanding:
                 assert self.process is not None
                 self.process.abort()  # repeatedly: it misses requests on their way
-                ended += self.poll(0.2)
+                responses += self.poll(0.2)
         finally:
             self._outstanding.clear()
-        return ended
+        return responses
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:
         """See RolloutEngine. CUDA graphs are freed with the KV cache."""
@@ -343,9 +347,9 @@ def _decode_routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> 
     encoded: int32 [length - 1, layers, topk] in base64 (srt/state_capturer/routed_experts.py)"""
     experts = Sizes.from_config(hf_config).experts
     shape = length - 1, hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
-    found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
-    if found.size != math.prod(shape):
-        return None, f"{found.size} chosen experts for {length} tokens, not {math.prod(shape)}"
-    if found.size and not 0 <= found.min() <= found.max() < experts:
+    chosen_experts = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+    if chosen_experts.size != math.prod(shape):
+        return None, f"{chosen_experts.size} chosen experts for {length} tokens, not {math.prod(shape)}"
+    if chosen_experts.size and not 0 <= chosen_experts.min() <= chosen_experts.max() < experts:
         return None, f"an expert outside of 0 to {experts - 1}"
-    return routing_array(found.reshape(shape), length, experts), ""
+    return routing_array(chosen_experts.reshape(shape), length, experts), ""

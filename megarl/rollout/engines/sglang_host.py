@@ -49,8 +49,8 @@ def install_cpu_stubs() -> None:
             sys.meta_path.append(_Stub(package))
             if package == KERNELS:
                 # SGLang looks this one up, for attention without gates.
-                missing = "fused_qk_gemma_rmsnorm_cpu"
-                vars(torch.ops.sgl_kernel).update(OPS, **{missing: _Missing(missing)})
+                kernel = "fused_qk_gemma_rmsnorm_cpu"
+                vars(torch.ops.sgl_kernel).update(OPS, **{kernel: _Missing(kernel)})
 
 
 class _Missing:
@@ -175,8 +175,8 @@ class Host:
         loop = self.engine.loop
         loop.create_task(self._watch())
         # An event loop needs a non-blocking socket, whose buffer messages may exceed.
-        for work in (self._send, self._receive):
-            threading.Thread(target=work, daemon=True).start()
+        for target in (self._send, self._receive):
+            threading.Thread(target=target, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
         loop.run_forever()
 
@@ -218,18 +218,18 @@ class Host:
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
         """Begin requests."""
-        custom = {key: params[key] for key in ("temperature", "top_p", "top_k")}
-        for number, prompt, length, seed, left in requests:
+        shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        for number, prompt, prompt_length, seed, max_new_tokens in requests:
             sampling = {
-                "max_new_tokens": left,
+                "max_new_tokens": max_new_tokens,
                 "stop_token_ids": params["stop_token_ids"],
                 "stop": params["stop"] or None,
-                "custom_params": {"seed": seed, "prompt": length, **custom},
+                "custom_params": {"seed": seed, "prompt": prompt_length, **shared_params},
             }
             self.generating += 1
             # Older SGLangs do not know the argument.
-            more = {"return_routed_experts": True} if params["routing"] else {}
-            self._start(self._generate(number, prompt, sampling, more))
+            options = {"return_routed_experts": True} if params["routing"] else {}
+            self._start(self._generate(number, prompt, sampling, options))
 
     async def _generate(
         self, number: int, prompt: list[int], sampling: dict[str, Any], more: dict[str, Any]
@@ -259,17 +259,17 @@ class Host:
 
     async def _watch(self) -> None:
         """Report progress, and end when one of SGLang's processes does."""
-        seen = 0.0
+        previous_time = 0.0
         while True:
             await asyncio.sleep(PROGRESS)
             for child in self.children:
                 if not child.is_alive():
                     print(f"{child.name} has ended", file=sys.stderr, flush=True)
                     os._exit(1)
-            received = self.calls.manager.last_receive_tstamp
-            if self.generating and received != seen:
+            receive_time = self.calls.manager.last_receive_tstamp
+            if self.generating and receive_time != previous_time:
                 self.outbox.put(("progress",))
-            seen = received
+            previous_time = receive_time
 
 
 def main(calls: type[Calls] = Calls) -> None:

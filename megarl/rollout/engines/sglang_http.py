@@ -141,21 +141,26 @@ async def identify(
         is_old = Version(server.version) < Version(OLDEST)
     except InvalidVersion:
         is_old = False  # a custom build
-    longest = config.data.max_prompt_tokens + config.rollout.max_extent
-    room = min([server.max_total_num_tokens, *(card.max_model_len or longest for card in models.data)])
-    ours = hf_config.get("model_type"), hf_config.get("architectures")
-    theirs = model.model_type, model.architectures
-    differs = model.is_generation and _differs(model, config.model.path, hf_config)
+    max_length = config.data.max_prompt_tokens + config.rollout.max_extent
+    room = min([server.max_total_num_tokens, *(card.max_model_len or max_length for card in models.data)])
+    expected_model = hf_config.get("model_type"), hf_config.get("architectures")
+    server_model = model.model_type, model.architectures
+    difference = model.is_generation and _differs(model, config.model.path, hf_config)
     problem = ""
     if is_old:
         problem = f"is SGLang {server.version} (update it to {OLDEST} or later)"
-    elif not model.is_generation or ours != theirs:
-        problem = f"runs {theirs[0]} {theirs[1]}, not the run's {ours[0]} {ours[1]} (start it on model.path)"
-    elif differs:
-        problem = differs
-    elif room < longest:
-        needed = f"{config.data.max_prompt_tokens} + {config.rollout.max_extent}"
-        problem = f"has room for {room} tokens, but prompt and response need {needed} (give it more room)"
+    elif not model.is_generation or expected_model != server_model:
+        problem = (
+            f"runs {server_model[0]} {server_model[1]}, "
+            f"not the run's {expected_model[0]} {expected_model[1]} (start it on model.path)"
+        )
+    elif difference:
+        problem = difference
+    elif room < max_length:
+        needed_tokens = f"{config.data.max_prompt_tokens} + {config.rollout.max_extent}"
+        problem = (
+            f"has room for {room} tokens, but prompt and response need {needed_tokens} (give it more room)"
+        )
     elif server.dp_size > 1:
         problem = "has data-parallel replicas, whose weights cannot be replaced (start one server for each)"
     elif server.disaggregation_mode != "null" or server.speculative_algorithm:
@@ -165,10 +170,12 @@ async def identify(
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:
-        wanted = hf_config["vocab_size"]
-        found = await _get_vocabulary_size(session, url, wanted, limit)
-        if found != str(wanted):
-            problem = f"has a vocabulary of {found} tokens, not {wanted} (start it on model.path)"
+        vocab_size = hf_config["vocab_size"]
+        server_vocab_size = await _get_vocabulary_size(session, url, vocab_size, limit)
+        if server_vocab_size != str(vocab_size):
+            problem = (
+                f"has a vocabulary of {server_vocab_size} tokens, not {vocab_size} (start it on model.path)"
+            )
     if problem:
         raise ConfigError(f"rollout.urls: {url}: {problem}")
     return server
@@ -181,11 +188,11 @@ def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
     folder = Path(model.model_path)
     if (folder / "config.json").is_file():
         try:
-            same = hf_shapes(read_config(folder)) == hf_shapes(hf_config)
+            shapes_match = hf_shapes(read_config(folder)) == hf_shapes(hf_config)
         except MegarlError:
-            same = False
+            shapes_match = False
         what = f"runs {folder}, whose tensors differ from those of {ours} (start it on that)"
-        return "" if same else what
+        return "" if shapes_match else what
     if ours.name in (folder.name, Path(model.served_model_name).name):
         return ""
     remedy = f"start it on that model, or with --served-model-name {ours.name} if it is the same"
@@ -196,13 +203,13 @@ async def _get_vocabulary_size(session: aiohttp.ClientSession, url: str, expecte
     # A client killed during an update leaves the server paused.
     await call(session, f"{url}/continue_generation", limit, type(None), {})
     # The refusal of a token just beyond the vocabulary names the valid range.
-    one = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
-    beyond = one | {"return_logprob": True, "token_ids_logprob": [expected]}
+    request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+    probe = request | {"return_logprob": True, "token_ids_logprob": [expected]}
     try:
-        await call(session, f"{url}/generate", limit, Generated, beyond)
-    except Unanswered as answer:
-        if answer.code == 400 and (found := _RANGE.search(str(answer))):
-            return found[1]
+        await call(session, f"{url}/generate", limit, Generated, probe)
+    except Unanswered as problem:
+        if problem.code == 400 and (match := _RANGE.search(str(problem))):
+            return match[1]
         raise
     return f"more than {expected}"
 

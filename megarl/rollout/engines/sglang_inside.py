@@ -61,25 +61,30 @@ class SeededSampler(Sampler):
         else:
             tokens = torch.empty_like(index)
             logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-            for params, some in self._rows_by_params:
-                tokens[some], logprobs[some] = choose(logits[some], self._seeds[some], index[some], params)
+            for params, indices in self._rows_by_params:
+                tokens[indices], logprobs[indices] = choose(
+                    logits[indices], self._seeds[indices], index[indices], params
+                )
         logits_output.next_token_logprobs = logprobs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
 
-        def copied(numbers: list[int]) -> Tensor:
+        def copy_to_device(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
-        kinds: dict[SamplingParams, list[int]] = {}
+        indices_by_params: dict[SamplingParams, list[int]] = {}
         for i, row in enumerate(rows):
-            kinds.setdefault(SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []).append(i)
+            indices_by_params.setdefault(
+                SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []
+            ).append(i)
         self._rows_by_params = [
-            (params, copied(some) if len(kinds) > 1 else None) for params, some in kinds.items()
+            (params, copy_to_device(indices) if len(indices_by_params) > 1 else None)
+            for params, indices in indices_by_params.items()
         ]
-        self._seeds = copied([row["seed"] for row in rows])
-        self._prompts = copied([row["prompt"] for row in rows])
+        self._seeds = copy_to_device([row["seed"] for row in rows])
+        self._prompts = copy_to_device([row["prompt"] for row in rows])
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
@@ -117,27 +122,29 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
 
     Synchronises the device, as the sender reuses the buffer after a barrier that ignores the GPU."""
     parameters = dict(model.named_parameters())
-    for text, memory in named_tensors:
-        part = json.loads(text)
-        if not memory.numel():
-            memory = torch.from_file(part["path"], shared=True, size=part["size"], dtype=torch.uint8)
-        for name, (start, shape, dtype) in part["tensors"].items():
-            kind = getattr(torch, dtype)
-            source = memory[start : start + kind.itemsize * torch.Size(shape).numel()].view(kind).view(shape)
+    for text, buffer in named_tensors:
+        bucket = json.loads(text)
+        if not buffer.numel():
+            buffer = torch.from_file(bucket["path"], shared=True, size=bucket["size"], dtype=torch.uint8)
+        for name, (start, shape, dtype_name) in bucket["tensors"].items():
+            dtype = getattr(torch, dtype_name)
+            source = (
+                buffer[start : start + dtype.itemsize * torch.Size(shape).numel()].view(dtype).view(shape)
+            )
             stem, expert = _split(name)
             if stem not in parameters:
                 raise ValueError(f"{name}: SGLang has no such parameter")
             target = parameters[stem].data if expert is None else parameters[stem].data[expert]
-            if target.shape != source.shape or target.dtype != kind:
-                theirs = f"{list(target.shape)} {target.dtype}"
-                raise ValueError(f"{name}: SGLang has {theirs}, megarl sent {shape} {kind}")
+            if target.shape != source.shape or target.dtype != dtype:
+                target_format = f"{list(target.shape)} {target.dtype}"
+                raise ValueError(f"{name}: SGLang has {target_format}, megarl sent {shape} {dtype}")
             target.copy_(source)
-        complete = {_split(name)[0] for name in part["complete"]}
-        if complete:
-            kv_scales = {name for name in parameters if name.endswith(KV_SCALES)} - complete
-            if complete != set(parameters) - kv_scales:
-                others = sorted(complete ^ (set(parameters) - kv_scales))
-                raise ValueError(f"parameters that megarl and SGLang do not share: {others}")
+        all_names = {_split(name)[0] for name in bucket["complete"]}
+        if all_names:
+            kv_scales = {name for name in parameters if name.endswith(KV_SCALES)} - all_names
+            if all_names != set(parameters) - kv_scales:
+                differing_names = sorted(all_names ^ (set(parameters) - kv_scales))
+                raise ValueError(f"parameters that megarl and SGLang do not share: {differing_names}")
             for name in kv_scales:
                 parameters[name].data.fill_(1.0)
             if finish := getattr(model, "post_load_weights", None):
@@ -145,7 +152,7 @@ def load_shards(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]])
             for module in model.modules():
                 if refresh := getattr(module, "refresh_gemma_weight", None):
                     refresh()  # fused kernels read 1 + weight
-        torch.get_device_module(memory.device).synchronize()
+        torch.get_device_module(buffer.device).synchronize()
 
 
 def _split(name: str) -> tuple[str, int | None]:

@@ -21,10 +21,10 @@ def assign_req_to_token_pool_cpu(
     """Write requests' new cache slots, concatenated in `slots`, into their rows of `pool`.
 
     srt/mem_cache/allocation.py, assign_req_to_token_pool_func"""
-    taken = 0
+    offset = 0
     for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        pool[row, start:end] = slots[taken : taken + end - start].to(pool.dtype)
-        taken += end - start
+        pool[row, start:end] = slots[offset : offset + end - start].to(pool.dtype)
+        offset += end - start
 
 
 # Linear attention (model/delta_net.py). A batch concatenates requests. Each has a slot of two pools: newest
@@ -49,10 +49,10 @@ def causal_conv1d_fn_cpu(
     out = torch.empty_like(x)
     has_state = has_initial_state.tolist()
     for i, (slot, span) in enumerate(_requests(cache_indices, query_start_loc)):
-        before = conv_states[slot] if has_state[i] else torch.zeros_like(conv_states[slot])
-        seen = torch.cat([before.to(x.dtype), x[:, span]], 1)
-        out[:, span] = convolve(seen.T[None], weight[:, None])[0, before.shape[1] :].T
-        conv_states[slot] = seen[:, -before.shape[1] :].to(conv_states.dtype)
+        state = conv_states[slot] if has_state[i] else torch.zeros_like(conv_states[slot])
+        inputs = torch.cat([state.to(x.dtype), x[:, span]], 1)
+        out[:, span] = convolve(inputs.T[None], weight[:, None])[0, state.shape[1] :].T
+        conv_states[slot] = inputs[:, -state.shape[1] :].to(conv_states.dtype)
     return out
 
 
@@ -60,15 +60,15 @@ def causal_conv1d_update_cpu(
     x: Tensor, conv_states: Tensor, weight: Tensor, bias: None, activation: str, *, conv_state_indices: Tensor
 ) -> Tensor:
     """Convolve a token per request, x [requests, channels]. GDNAttnBackend.forward_decode"""
-    seen = torch.cat([conv_states[conv_state_indices].to(x.dtype), x[..., None]], 2)
-    conv_states[conv_state_indices] = seen[..., 1:].to(conv_states.dtype)
-    return convolve(seen.mT, weight[:, None])[:, -1]
+    inputs = torch.cat([conv_states[conv_state_indices].to(x.dtype), x[..., None]], 2)
+    conv_states[conv_state_indices] = inputs[..., 1:].to(conv_states.dtype)
+    return convolve(inputs.mT, weight[:, None])[:, -1]
 
 
 def fused_gdn_gating_cpu(rate: Tensor, alpha: Tensor, beta: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return `gates` of prompts, [1, tokens, heads] each. GDNAttnBackend._prefill_gates"""
-    decay, written = gates(alpha, beta, rate, bias)
-    return decay[None], written[None]
+    decay, write_strength = gates(alpha, beta, rate, bias)
+    return decay[None], write_strength[None]
 
 
 def chunk_gated_delta_rule_cpu(
@@ -87,9 +87,9 @@ def chunk_gated_delta_rule_cpu(
     """Apply `delta_rule` to prompts, [1, tokens, heads, ...] each. TritonGDNKernel.extend"""
     out = torch.empty_like(v)
     for slot, span in _requests(initial_state_indices, cu_seqlens):
-        query, key, value, decay, written = (part[:, span] for part in (q, k, v, g, beta))
-        before = initial_state[None, slot].mT.float()
-        out[:, span], state = delta_rule(query, key, value, decay, written, before)
+        query, key, value, decay, write_strength = (part[:, span] for part in (q, k, v, g, beta))
+        old_state = initial_state[None, slot].mT.float()
+        out[:, span], state = delta_rule(query, key, value, decay, write_strength, old_state)
         initial_state[slot] = state[0].mT.to(initial_state.dtype)
     return out, None, None
 
@@ -118,8 +118,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 
 
 def _requests(slots: Tensor, bounds: Tensor) -> Iterator[tuple[int, slice]]:
-    for slot, place in zip(slots.tolist(), pairwise(bounds.tolist()), strict=True):
-        yield slot, slice(*place)
+    for slot, interval in zip(slots.tolist(), pairwise(bounds.tolist()), strict=True):
+        yield slot, slice(*interval)
 
 
 # Layers of srt/models/qwen3_5.py.
@@ -131,8 +131,8 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     """Return inputs of the convolution, gates [tokens, heads, dv], beta and alpha.
 
     Qwen3_5GatedDeltaNet.forward"""
-    value = heads * dv
-    mixed, gate = qkvz.split([2 * key_heads * dk + value, value], -1)
+    value_size = heads * dv
+    mixed, gate = qkvz.split([2 * key_heads * dk + value_size, value_size], -1)
     beta, alpha = ba.chunk(2, -1)
     return mixed.contiguous(), gate.unflatten(-1, (heads, dv)), beta.contiguous(), alpha.contiguous()
 

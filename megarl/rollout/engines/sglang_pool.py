@@ -55,11 +55,11 @@ class ServerPool:
     def __init__(self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int) -> None:
         self.config, self.hf_config = config, hf_config
         rollout, tp = config.rollout, config.rollout.engine_tp
-        mine = set(rollout.urls[rank // tp :: ranks // tp]) if rank % tp == 0 else set[str]()
-        servers = [Server(url) for url in rollout.urls] if mine else []
-        self.own = [server for server in servers if server.url in mine]
-        self.others = [server for server in servers if server.url not in mine]
-        self.router = Server(rollout.router) if rollout.router and mine else None
+        own_urls = set(rollout.urls[rank // tp :: ranks // tp]) if rank % tp == 0 else set[str]()
+        servers = [Server(url) for url in rollout.urls] if own_urls else []
+        self.own = [server for server in servers if server.url in own_urls]
+        self.others = [server for server in servers if server.url not in own_urls]
+        self.router = Server(rollout.router) if rollout.router and own_urls else None
         # Part of version names, as other runs may replace the weights.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
@@ -74,9 +74,9 @@ class ServerPool:
         return await call(self.session, server.url + path, limit, kind, body)
 
     async def command(self, server: Server, path: str, limit: float, body: Any) -> None:
-        done = await self.ask(server, path, limit, Done, body)
-        if not done.success:
-            raise Unanswered(f"{path}: {done.message}")
+        result = await self.ask(server, path, limit, Done, body)
+        if not result.success:
+            raise Unanswered(f"{path}: {result.message}")
 
     async def problem(self, server: Server) -> str | None:
         """Return why a server does not answer, if so."""
@@ -98,8 +98,8 @@ class ServerPool:
         if not direct and self.router and self.router.usable:
             return self.router
         for servers in (self.own, self.others):
-            if usable := [server for server in servers if server.usable]:
-                return min(usable, key=lambda server: len(server.running))
+            if usable_servers := [server for server in servers if server.usable]:
+                return min(usable_servers, key=lambda server: len(server.running))
         raise EngineFailure(f"rollout.urls: none of {len(self.config.rollout.urls)} servers is left")
 
     def open(self, server: Server) -> None:
@@ -122,26 +122,26 @@ class ServerPool:
 
     async def _watch(self, server: Server) -> None:
         """Leave out a busy server without an answer for `engine_timeout`."""
-        path, heard = "/health" if server is self.router else "/health_generate", time.monotonic()
+        path, last_heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
             if server.running:
                 try:
                     await self.ask(server, path, self.question, type(None))
                 except Unanswered as problem:
-                    if time.monotonic() - heard < self.limit:
+                    if time.monotonic() - last_heard < self.limit:
                         continue
                     server.watch = None  # else `close` would cancel this task
                     self.leave_out(server, f"no sign of life for {self.limit:g} s: {problem}")
                     return
-            heard = time.monotonic()
+            last_heard = time.monotonic()
 
     async def begin_update(self, server: Server) -> None:
         limit, server.loading = self.limit, True
         # A restarted server may have another model.
-        known = server.usable and await self.is_current(server)
+        is_known = server.usable and await self.is_current(server)
         try:
-            if not known:
+            if not is_known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
             # No request may be answered by partly updated weights.
             await self.ask(server, "/pause_generation", limit, type(None), {"mode": "abort"})
@@ -156,25 +156,25 @@ class ServerPool:
         except (Unanswered, ConfigError) as problem:
             self.leave_out(server, str(problem))
             return
-        if not known and (server.usable or server.why):
+        if not is_known and (server.usable or server.why):
             self.notes.append(f"rollout server {server.url} is back, and gets the weights")
 
     async def post_weights(self, payload: str, version: int | None) -> None:
-        loading = [server for server in self.own if server.loading]
-        name = None if version is None else self.name_version(version)
-        names = {"flush_cache": name is not None, "weight_version": name}
-        bodies = {
-            tp: json.dumps({"serialized_named_tensors": [payload] * tp, **names}).encode()
-            for tp in {server.tp for server in loading}
+        loading_servers = [server for server in self.own if server.loading]
+        version_name = None if version is None else self.name_version(version)
+        options = {"flush_cache": version_name is not None, "weight_version": version_name}
+        body_by_tp = {
+            tp: json.dumps({"serialized_named_tensors": [payload] * tp, **options}).encode()
+            for tp in {server.tp for server in loading_servers}
         }
 
         async def send(server: Server) -> None:
             try:
-                await self.command(server, "/update_weights_from_tensor", self.limit, bodies[server.tp])
+                await self.command(server, "/update_weights_from_tensor", self.limit, body_by_tp[server.tp])
             except Unanswered as problem:
                 self.leave_out(server, str(problem))
 
-        await gather(send(server) for server in loading)
+        await gather(send(server) for server in loading_servers)
 
     def name_version(self, version: int) -> str:
         return f"megarl-{self.run}-{version}"

@@ -46,18 +46,18 @@ class EngineProcess:
     def start(self) -> None:
         # SGLang leaves files in TMPDIR, and sockets, whose paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
-        ours, theirs = socket.socketpair()
-        with (self.folder / "log").open("wb") as log, theirs:
+        rank_socket, engine_socket = socket.socketpair()
+        with (self.folder / "log").open("wb") as log, engine_socket:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", self.module, str(engine_socket.fileno()), str(os.getpid())],
                 env={**self.environment, "TMPDIR": str(self.folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[engine_socket.fileno()],
                 start_new_session=True,  # Ctrl-C must not reach it; `end` kills the group
             )
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(rank_socket.detach())
         self._silent = 0.0  # seconds waited since the last message
         self._done: list[tuple[int, Any]] = []
         self._answers: list[str] = []  # the newest call's error or ""
@@ -71,9 +71,9 @@ class EngineProcess:
         return self._process.pid
 
     def ready(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not self._ready and (left := end - time.monotonic()) > 0:
-            self._wait(left, self.start_limit, "it was not ready")
+        deadline = time.monotonic() + seconds
+        while not self._ready and (seconds_left := deadline - time.monotonic()) > 0:
+            self._wait(seconds_left, self.start_limit, "it was not ready")
         return self._ready
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -96,13 +96,13 @@ class EngineProcess:
 
     def poll(self, seconds: float) -> list[tuple[int, Any]]:
         """Return new answers; wait at most `seconds` for the first."""
-        end = time.monotonic() + seconds
-        while not self._done and (left := end - time.monotonic()) > 0:
-            self._wait(left, self.limit, "no token came")
+        deadline = time.monotonic() + seconds
+        while not self._done and (seconds_left := deadline - time.monotonic()) > 0:
+            self._wait(seconds_left, self.limit, "no token came")
         while self._connection.poll(0):
             self._read()
-        done, self._done = self._done, []
-        return done
+        results, self._done = self._done, []
+        return results
 
     def end(self) -> None:
         """Kill the engine's processes, and wait for their end."""
@@ -121,13 +121,13 @@ class EngineProcess:
     def _wait(self, seconds: float, limit: float, what: str) -> None:
         """Wait for a message, at most `seconds` or POLL. limit: seconds of silence"""
         assert self._process is not None
-        begin = time.monotonic()
+        start_time = time.monotonic()
         if self._connection.poll(min(seconds, POLL)):
             self._read()
             return
         if self._process.poll() is not None:
             raise self._connection_lost()
-        self._silent += time.monotonic() - begin
+        self._silent += time.monotonic() - start_time
         if self._silent >= limit:
             raise self._failure(f"{what} for {limit:.0f} s")
 
@@ -160,6 +160,6 @@ class EngineProcess:
 
     def _failure(self, what: str) -> EngineFailure:
         lines = [line.strip() for line in (self.folder / "log").read_text(errors="replace").splitlines()]
-        last = [line for line in lines if line][-LOG_LINES:]
-        log = f"; its last lines: {' | '.join(last)[-600:]}" if last else ""
-        return EngineFailure(f"SGLang, process {self.pid}: {what}{log}")
+        last_lines = [line for line in lines if line][-LOG_LINES:]
+        log_text = f"; its last lines: {' | '.join(last_lines)[-600:]}" if last_lines else ""
+        return EngineFailure(f"SGLang, process {self.pid}: {what}{log_text}")

@@ -43,8 +43,8 @@ class SGLangServers(SGLangRequests):
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
-        mine, ranks = runtime.rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
-        return cls(config, read_config(config.model.path), mine, ranks, end_tokens(tokenizer))
+        rank, ranks = runtime.rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
+        return cls(config, read_config(config.model.path), rank, ranks, end_tokens(tokenizer))
 
     @classmethod
     def check_engines(
@@ -80,7 +80,7 @@ class SGLangServers(SGLangRequests):
 
     def ready(self, seconds: float) -> bool:
         """Return whether a server answers. Raises EngineFailure after `engine_start_timeout`."""
-        end = time.monotonic() + seconds
+        end_time = time.monotonic() + seconds
         while self.pool.own:
             servers = (*self.pool.own, *self.pool.others)
             problems = self._do(gather(self.pool.problem(server) for server in servers))
@@ -91,9 +91,9 @@ class SGLangServers(SGLangRequests):
                 raise EngineFailure(
                     f"rollout.urls: no server for {limit:g} s: {next(filter(None, problems))}"
                 )
-            if (left := end - time.monotonic()) <= 0:
+            if (seconds_left := end_time - time.monotonic()) <= 0:
                 return False
-            time.sleep(min(left, 1.0))
+            time.sleep(min(seconds_left, 1.0))
         return True
 
     def restart(self) -> None:
@@ -114,9 +114,11 @@ class SGLangServers(SGLangRequests):
         """Close the client. Servers continue, even during an update."""
         if self._loop is None:
             return
-        loading = [server for server in self.pool.own if server.loading]
+        loading_servers = [server for server in self.pool.own if server.loading]
         self._do(self._forget("the run has ended"))
-        for server, path in itertools.product(loading, ("/end_weight_update", "/continue_generation")):
+        for server, path in itertools.product(
+            loading_servers, ("/end_weight_update", "/continue_generation")
+        ):
             with suppress(Unanswered):
                 self._do(self.pool.ask(server, path, self.pool.question, type(None), {}))
         self._do(self.pool.session.close())
@@ -161,7 +163,7 @@ class SGLangServers(SGLangRequests):
 
     async def _generate(self, request: GenerationRequest, params: SamplingParams) -> TokenData:
         """Try servers until one answers. Raises EngineFailure if none is left."""
-        tries: Counter[str] = Counter()
+        tries_by_url: Counter[str] = Counter()
         direct = self.pool.router is None
         async with self._room:
             while not self._aborting:
@@ -174,21 +176,25 @@ class SGLangServers(SGLangRequests):
                         continue
                     if isinstance(problem, Unanswered) and problem.code == 400:
                         raise EngineError(f"rollout.urls: {server.url}: {problem}") from None
-                    tries[server.url] += 1
-                    again = server.usable and tries[server.url] < TRIES and await self.pool.is_current(server)
-                    if not again:
+                    tries_by_url[server.url] += 1
+                    should_retry = (
+                        server.usable
+                        and tries_by_url[server.url] < TRIES
+                        and await self.pool.is_current(server)
+                    )
+                    if not should_retry:
                         self.pool.leave_out(server, str(problem))
             return structs.replace(request.prefix or TokenData(), finish_reason="abort")
 
     async def _answer(self, server: Server, request: GenerationRequest, params: SamplingParams) -> TokenData:
-        left = request.left(params)
+        max_new_tokens = request.left(params)
         rid = f"megarl-{self.pool.run}-{self.rank}-{next(self._count)}"
         body = {
             "rid": rid,
             "input_ids": request.context,
             "return_logprob": True,
             "sampling_params": {
-                "max_new_tokens": left,
+                "max_new_tokens": max_new_tokens,
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k or -1,
@@ -198,35 +204,37 @@ class SGLangServers(SGLangRequests):
             },
         }
         assert server.gone is not None
-        limit = self.pool.limit + TOKEN * left
-        asking = asyncio.ensure_future(self.pool.ask(server, "/generate", limit, Generated, body))
+        limit = self.pool.limit + TOKEN * max_new_tokens
+        answer_future = asyncio.ensure_future(self.pool.ask(server, "/generate", limit, Generated, body))
         server.running.add(rid)
         try:
-            both: set[asyncio.Future[Any]] = {asking, server.gone}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            futures: set[asyncio.Future[Any]] = {answer_future, server.gone}
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if not answer_future.done():
                 raise Unanswered(server.gone.result())
-            found = asking.result()
+            response = answer_future.result()
         finally:
-            asking.cancel()
+            answer_future.cancel()
             server.running.discard(rid)
-        meta = found.meta_info
+        meta = response.meta_info
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
         finish = str(meta.finish_reason.get("type"))
         if finish == "abort" and not self._aborting:
             raise Unanswered(f"/generate was aborted there: {meta.finish_reason.get('message')}")
         versions = {meta.weight_version, *(span.version for span in meta.weight_versions)}
-        answered = " and ".join(sorted(versions))
-        answer = found.output_ids, logprobs, finish, answered, None
+        answer_version = " and ".join(sorted(versions))
+        answer = response.output_ids, logprobs, finish, answer_version, None
         return self._token_data(request, answer, name=self.pool.version_name)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineError if a server refuses a request."""
-        ended: list[tuple[int, TokenData]] = []
-        end = time.monotonic() + seconds
+        responses: list[tuple[int, TokenData]] = []
+        deadline = time.monotonic() + seconds
         while self._outstanding and self._failure is None:
             try:
-                number, task = self._ended.get(timeout=0 if ended else max(0.0, end - time.monotonic()))
+                number, task = self._ended.get(
+                    timeout=0 if responses else max(0.0, deadline - time.monotonic())
+                )
             except queue.Empty:
                 break
             if self._tasks.get(number) is not task or task.cancelled():
@@ -236,45 +244,47 @@ class SGLangServers(SGLangRequests):
             elif error is not None:
                 raise error
             else:
-                ended.append((number, task.result()))
+                responses.append((number, task.result()))
                 del self._tasks[number], self._outstanding[number]
-        if self._failure is not None and not ended:
+        if self._failure is not None and not responses:
             raise self._failure
-        return ended
+        return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. A request that no server returns in time keeps its prefix."""
         if not self._outstanding:
             return []
         self._do(self._abort())
-        ended = []
+        responses = []
         for number, (request, _) in self._outstanding.items():
             task = self._tasks.pop(number, None)
             has_result = task is not None and not task.cancelled() and task.exception() is None
-            unfinished = structs.replace(request.prefix or TokenData(), finish_reason="abort")
-            ended.append((number, task.result() if has_result and task is not None else unfinished))
+            partial_data = structs.replace(request.prefix or TokenData(), finish_reason="abort")
+            responses.append((number, task.result() if has_result and task is not None else partial_data))
         self._outstanding.clear()
-        return ended
+        return responses
 
     async def _abort(self) -> None:
-        self._aborting, end = True, time.monotonic() + self.pool.limit
+        self._aborting, deadline = True, time.monotonic() + self.pool.limit
 
         async def abort(server: Server, rid: str) -> None:
             with suppress(Unanswered):  # the awaited request shows the cause
                 await self.pool.ask(server, "/abort_request", self.pool.question, type(None), {"rid": rid})
 
         try:
-            while left := [task for task in self._tasks.values() if not task.done()]:
-                if time.monotonic() > end:
-                    for task in left:
+            while pending_tasks := [task for task in self._tasks.values() if not task.done()]:
+                if time.monotonic() > deadline:
+                    for task in pending_tasks:
                         task.cancel()
-                    await asyncio.wait(left)
+                    await asyncio.wait(pending_tasks)
                     break
                 calls = [(server, rid) for server in self.pool.servers for rid in server.running]
                 if self.pool.router:  # it does not forward aborts
-                    behind = [one for one in (*self.pool.own, *self.pool.others) if one.usable]
-                    calls += [(server, rid) for server in behind for rid in self.pool.router.running]
+                    routed_servers = [
+                        candidate for candidate in (*self.pool.own, *self.pool.others) if candidate.usable
+                    ]
+                    calls += [(server, rid) for server in routed_servers for rid in self.pool.router.running]
                 await gather(abort(server, rid) for server, rid in calls if server is not self.pool.router)
-                await asyncio.wait(left, timeout=0.5)
+                await asyncio.wait(pending_tasks, timeout=0.5)
         finally:
             self._aborting = False

@@ -41,12 +41,15 @@ class Stopping:
                 raise EngineError(
                     "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
                 )
-            known = min(vocab, len(tokenizer))
-            last = {text[-1] for text in texts}
+            num_tokens = min(vocab, len(tokenizer))
+            last_chars = {text[-1] for text in texts}
             # Part of a character decodes to U+FFFD; a lone space may be stripped.
-            pieces = tokenizer.batch_decode([[i] for i in range(known)], skip_special_tokens=False)
-            candidates[:known] = torch.tensor(
-                [" " in last or "\ufffd" in piece or not last.isdisjoint(piece) for piece in pieces]
+            pieces = tokenizer.batch_decode([[i] for i in range(num_tokens)], skip_special_tokens=False)
+            candidates[:num_tokens] = torch.tensor(
+                [
+                    " " in last_chars or "\ufffd" in piece or not last_chars.isdisjoint(piece)
+                    for piece in pieces
+                ]
             )
         self.eos, self.candidates = eos.to(device), candidates.to(device)
 
@@ -90,12 +93,16 @@ class DecodeLoop:
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
         self.requests |= requests
         self.highest = max(self.highest, *(request.limit(self.params) for request in requests.values()))
-        groups: dict[tuple[int, ...], list[int]] = {}
+        keys_by_prompt: dict[tuple[int, ...], list[int]] = {}
         for key, request in requests.items():
-            groups.setdefault(request.context, []).append(key)
-        most = self.max_batch
-        new = [(p, keys[i : i + most]) for p, keys in groups.items() for i in range(0, len(keys), most)]
-        self.waiting = new[::-1] + self.waiting
+            keys_by_prompt.setdefault(request.context, []).append(key)
+        max_batch = self.max_batch
+        groups = [
+            (prompt, keys[i : i + max_batch])
+            for prompt, keys in keys_by_prompt.items()
+            for i in range(0, len(keys), max_batch)
+        ]
+        self.waiting = groups[::-1] + self.waiting
 
     def run(self, seconds: float) -> list[tuple[int, TokenData]]:
         """Return finished responses. Raises FloatingPointError at NaN logits."""
@@ -104,46 +111,48 @@ class DecodeLoop:
             for layer in (self.body.layers if self.experts else ())
             if hasattr(layer.mlp, "gate")
         ]
-        ended: list[tuple[int, TokenData]] = []
-        end = time.monotonic() + seconds
+        responses: list[tuple[int, TokenData]] = []
+        deadline = time.monotonic() + seconds
         try:
             while self.requests:
-                free = self.max_batch - self.used
-                enough = max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free + 1
-                if not self.used or free >= enough:
+                free_rows = self.max_batch - self.used
+                needed_rows = (
+                    max(len(self.waiting[-1][1]), self.max_batch // 4) if self.waiting else free_rows + 1
+                )
+                if not self.used or free_rows >= needed_rows:
                     self._admit()
                 else:
                     self._step()
-                late = time.monotonic() >= end
-                ended += self._sweep(at_once=late)
-                if late:
+                is_late = time.monotonic() >= deadline
+                responses += self._sweep(at_once=is_late)
+                if is_late:
                     break
         finally:
             for hook in hooks:
                 hook.remove()
-        return ended
+        return responses
 
     def _admit(self) -> None:
-        taken, free = [], self.max_batch - self.used
-        while self.waiting and len(self.waiting[-1][1]) <= free:
-            taken.append(self.waiting.pop())
-            free -= len(taken[-1][1])
-        self.longest = max(self.longest, *(len(prompt) for prompt, _ in taken))
-        self._make_room(self.max_batch - free)
+        groups, free_rows = [], self.max_batch - self.used
+        while self.waiting and len(self.waiting[-1][1]) <= free_rows:
+            groups.append(self.waiting.pop())
+            free_rows -= len(groups[-1][1])
+        self.longest = max(self.longest, *(len(prompt) for prompt, _ in groups))
+        self._make_room(self.max_batch - free_rows)
         # Segments cannot pass on states of linear attention.
-        segments = split_prompts([prompt for prompt, _ in taken], shared=not self.cache.states)
-        rows, first = dict[int, range](), self.used
+        segments = split_prompts([prompt for prompt, _ in groups], shared=not self.cache.states)
+        rows_by_prompt, first_row = dict[int, range](), self.used
         for prompt in (segment.prompts[0] for segment in segments if segment.ends):
-            rows[prompt] = range(first, first + len(taken[prompt][1]))
-            first = rows[prompt].stop
-        together: list[Segment] = []
+            rows_by_prompt[prompt] = range(first_row, first_row + len(groups[prompt][1]))
+            first_row = rows_by_prompt[prompt].stop
+        batch: list[Segment] = []
         for segment in segments:
-            most = PREFILL_TOKENS // (segment.start + segment.width)
-            if together and (together[0][:2] != segment[:2] or len(together) >= most):
-                self._prefill(together, taken, rows)
-                together = []
-            together.append(segment)
-        self._prefill(together, taken, rows)
+            max_segments = PREFILL_TOKENS // (segment.start + segment.width)
+            if batch and (batch[0][:2] != segment[:2] or len(batch) >= max_segments):
+                self._prefill(batch, groups, rows_by_prompt)
+                batch = []
+            batch.append(segment)
+        self._prefill(batch, groups, rows_by_prompt)
 
     def _prefill(
         self,
@@ -156,8 +165,10 @@ class DecodeLoop:
         prompts = [groups[segment.prompts[0]][0][:stop] for segment in segments]
         tokens = torch.tensor([prompt + (0,) * (stop - len(prompt)) for prompt in prompts]).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        rows = [[row for prompt in segment.prompts for row in rows_by_prompt[prompt]] for segment in segments]
-        first_rows = torch.tensor([segment_rows[0] for segment_rows in rows], device=device)
+        rows_by_segment = [
+            [row for prompt in segment.prompts for row in rows_by_prompt[prompt]] for segment in segments
+        ]
+        first_rows = torch.tensor([segment_rows[0] for segment_rows in rows_by_segment], device=device)
         with cache.prefill(start, first_rows, lengths):
             hidden = self.body(
                 input_ids=tokens[:, start:],
@@ -166,30 +177,34 @@ class DecodeLoop:
                 use_cache=True,
             ).last_hidden_state
         chosen = self._take_chosen().unflatten(0, hidden.shape[:2]) if self.experts else None
-        source = torch.tensor([i for i, segment_rows in enumerate(rows) for _ in segment_rows], device=device)
-        cache.place(torch.tensor([*chain.from_iterable(rows)], device=device), source, chosen)
-        ending = [i for i, segment in enumerate(segments) if segment.ends]
-        if not ending:
+        source = torch.tensor(
+            [i for i, segment_rows in enumerate(rows_by_segment) for _ in segment_rows], device=device
+        )
+        cache.place(torch.tensor([*chain.from_iterable(rows_by_segment)], device=device), source, chosen)
+        final_segments = [i for i, segment in enumerate(segments) if segment.ends]
+        if not final_segments:
             return
-        keys = [key for i in ending for key in groups[segments[i].prompts[0]][1]]
+        keys = [key for i in final_segments for key in groups[segments[i].prompts[0]][1]]
         requests = [self.requests[key] for key in keys]
-        new = slice(self.used, self.used + len(keys))
-        source = torch.tensor([i for i in ending for _ in rows[i]], device=device)
-        self.key[new], self.live[new] = torch.tensor(keys).to(device), True
-        self.seed[new], self.limit[new] = torch.tensor(
+        new_rows = slice(self.used, self.used + len(keys))
+        source = torch.tensor([i for i in final_segments for _ in rows_by_segment[i]], device=device)
+        self.key[new_rows], self.live[new_rows] = torch.tensor(keys).to(device), True
+        self.seed[new_rows], self.limit[new_rows] = torch.tensor(
             [[request.seed for request in requests], [request.limit(self.params) for request in requests]]
         ).to(device)
-        self.position[new] = lengths[source] - 1
-        self.count[new] = torch.tensor([request.prefix_length for request in requests], device=device)
-        cache.tokens[new, :stop] = tokens[source]
-        self.used = new.stop
+        self.position[new_rows] = lengths[source] - 1
+        self.count[new_rows] = torch.tensor([request.prefix_length for request in requests], device=device)
+        cache.tokens[new_rows, :stop] = tokens[source]
+        self.used = new_rows.stop
         # Head and sampler get whole blocks, too.
-        ends = torch.tensor(ending, device=device)
-        last = hidden.new_zeros(self.block.pad(len(ends)), hidden.shape[2])
-        last[: len(ends)] = hidden[ends, lengths[ends] - 1 - start]
-        padded = source.new_zeros(self.block.pad(len(keys)))
-        padded[: len(keys)] = torch.searchsorted(ends, source)
-        self._choose(slice(new.start, new.start + len(padded)), self.head(last)[padded])
+        final_indices = torch.tensor(final_segments, device=device)
+        last_hidden = hidden.new_zeros(self.block.pad(len(final_indices)), hidden.shape[2])
+        last_hidden[: len(final_indices)] = hidden[final_indices, lengths[final_indices] - 1 - start]
+        logit_index = source.new_zeros(self.block.pad(len(keys)))
+        logit_index[: len(keys)] = torch.searchsorted(final_indices, source)
+        self._choose(
+            slice(new_rows.start, new_rows.start + len(logit_index)), self.head(last_hidden)[logit_index]
+        )
 
     def _step(self) -> None:
         self._make_room(self.used)
@@ -204,8 +219,8 @@ class DecodeLoop:
             use_cache=True,
         ).last_hidden_state
         if self.experts:
-            at = torch.arange(rows.stop, device=self.device)
-            cache.chosen[at, self.position[rows]] = self._take_chosen()
+            row_index = torch.arange(rows.stop, device=self.device)
+            cache.chosen[row_index, self.position[rows]] = self._take_chosen()
         self.longest += 1
         self._choose(rows, self.head(hidden).flatten(0, 1))
 
@@ -223,48 +238,48 @@ class DecodeLoop:
         self.position[rows] += live
         count += live
         # A finished row's new token goes behind its end.
-        at = cache.starts[rows] + self.position[rows] + ~live
-        cache.tokens.view(-1).index_copy_(0, at, token)
-        cache.logprobs.view(-1).index_copy_(0, at, logprob)
+        offsets = cache.starts[rows] + self.position[rows] + ~live
+        cache.tokens.view(-1).index_copy_(0, offsets, token)
+        cache.logprobs.view(-1).index_copy_(0, offsets, logprob)
         if self.stopping.texts:
             self._stop_texts(rows, token)
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
 
     def _stop_texts(self, rows: slice, token: Tensor) -> None:
         """End rows whose newest tokens contain a stop text."""
-        look = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
-        ends, counts = self.position[look].tolist(), self.count[look].tolist()
-        for row, end, count in zip(look.tolist(), ends, counts, strict=True):
-            first = end + 1 - min(count, self.stopping.window)
-            if self.stopping.found_in(self.cache.tokens[row, first : end + 1].tolist()):
+        candidate_rows = (self.stopping.candidates[token] & self.live[rows]).nonzero()[:, 0] + rows.start
+        ends, counts = self.position[candidate_rows].tolist(), self.count[candidate_rows].tolist()
+        for row, end, count in zip(candidate_rows.tolist(), ends, counts, strict=True):
+            start = end + 1 - min(count, self.stopping.window)
+            if self.stopping.found_in(self.cache.tokens[row, start : end + 1].tolist()):
                 self.live[row] = False
 
     def _sweep(self, at_once: bool) -> list[tuple[int, TokenData]]:
         """Remove and return finished rows if over a sixteenth, or `at_once`."""
         used = self.used
         live = self.live[:used]
-        status = int(live.sum() + self.nan.any() * _NAN)
-        if status >= _NAN:
+        live_count = int(live.sum() + self.nan.any() * _NAN)
+        if live_count >= _NAN:
             row = int(self.nan.nonzero()[0])
             raise FloatingPointError(f"row {int(self.key[row])}, response token {int(self.count[row]) - 1}")
-        if status == used or (not at_once and used - status <= used // 16):
+        if live_count == used or (not at_once and used - live_count <= used // 16):
             return []
-        ended = self._take((~live).nonzero()[:, 0])
-        target = (~live[:status]).nonzero()[:, 0]
-        source = live[status:].nonzero()[:, 0] + status
+        responses = self._take((~live).nonzero()[:, 0])
+        target = (~live[:live_count]).nonzero()[:, 0]
+        source = live[live_count:].nonzero()[:, 0] + live_count
         self.cache.move(source, target, self.longest + 1)
         self.state[:, target] = self.state[:, source]
-        self.live[:status], self.live[status:used] = True, False
-        self.position[status:used] = 0
-        self.used = status
-        self.longest = int(self.position[:status].max()) if status else 0
-        return ended
+        self.live[:live_count], self.live[live_count:used] = True, False
+        self.position[live_count:used] = 0
+        self.used = live_count
+        self.longest = int(self.position[:live_count].max()) if live_count else 0
+        return responses
 
     def _take(self, rows: Tensor) -> list[tuple[int, TokenData]]:
         cache, columns = self.cache, self.longest + 1
         tokens, logprobs = cache.tokens[rows, :columns].cpu(), cache.logprobs[rows, :columns].cpu()
         chosen = cache.chosen[rows].cpu().numpy() if self.experts else None
-        taken = []
+        responses = []
         for row, (key, end, count, limit) in enumerate(self.state[[0, 3, 4, 5]][:, rows].T.tolist()):
             span = slice(end + 1 - count, end + 1)
             # A view would keep all rows' log-probs.
@@ -276,16 +291,16 @@ class DecodeLoop:
             if chosen is not None:
                 data.routed_experts = routing_array(chosen[row, :end], end + 1, self.experts)
             del self.requests[key]
-            taken.append((key, data))
-        return taken
+            responses.append((key, data))
+        return responses
 
     def _make_room(self, rows: int) -> None:
         """Grow the cache to `rows` rows, and columns geometrically."""
         # Finished rows write one token more, see `_choose`.
         rows, columns = self.block.get_capacity(rows), self.longest + 3
         if rows > self.cache.rows or columns > self.cache.columns:
-            grown = min(columns * 3 // 2 + 128, columns + self.highest)
-            self.cache.reserve(rows, grown if columns > self.cache.columns else 0)
+            new_columns = min(columns * 3 // 2 + 128, columns + self.highest)
+            self.cache.reserve(rows, new_columns if columns > self.cache.columns else 0)
 
 
 class Segment(NamedTuple):
@@ -300,26 +315,26 @@ def split_prompts(prompts: Sequence[tuple[int, ...]], shared: bool) -> list[Segm
 
     shared: common beginnings, of whole COLUMNS, are segments; else each prompt is one"""
 
-    def chunk(number: int, start: int) -> object:
-        """Return a key of the tokens here; unique at the prompt's end."""
+    def get_chunk_key(number: int, start: int) -> object:
+        """Return a key of the tokens from `start`, unique at the prompt's end."""
         tokens = prompts[number][start : start + COLUMNS + 1]
         return tokens[:-1] if shared and len(tokens) > COLUMNS else number
 
-    segments, left = list[Segment](), [(0, list(range(len(prompts))))]
-    while left:
-        start, group = left.pop()
-        by_chunk: dict[object, list[int]] = {}
+    segments, stack = list[Segment](), [(0, list(range(len(prompts))))]
+    while stack:
+        start, group = stack.pop()
+        numbers_by_chunk: dict[object, list[int]] = {}
         for number in group:
-            by_chunk.setdefault(chunk(number, start), []).append(number)
-        for numbers in by_chunk.values():
+            numbers_by_chunk.setdefault(get_chunk_key(number, start), []).append(number)
+        for numbers in numbers_by_chunk.values():
             if len(numbers) == 1:
                 segments.append(Segment(start, _width(prompts[numbers[0]]) - start, numbers, True))
                 continue
             stop = start + COLUMNS
-            while len({chunk(number, stop) for number in numbers}) == 1:
+            while len({get_chunk_key(number, stop) for number in numbers}) == 1:
                 stop += COLUMNS
             segments.append(Segment(start, stop - start, numbers, False))
-            left.append((stop, numbers))
+            stack.append((stop, numbers))
     return sorted(segments, key=lambda segment: segment[:2])
 
 

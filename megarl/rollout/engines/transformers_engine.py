@@ -88,12 +88,14 @@ class TransformersEngine(RolloutEngine):
         body.rotary_emb = type(body.rotary_emb)(config=config).to(self.device)
         for name, bias in list(model.named_buffers()):
             if name.endswith(BIAS):  # float32 by from_pretrained, but not by from_config
-                place, _, kind = name.rpartition(".")
-                setattr(model.get_submodule(place), kind, bias.float())
-        others = [n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)]
-        if others:
+                module_name, _, buffer_name = name.rpartition(".")
+                setattr(model.get_submodule(module_name), buffer_name, bias.float())
+        undefined_buffers = [
+            n for n, _ in model.named_buffers() if "rotary_emb" not in n and not n.endswith(BIAS)
+        ]
+        if undefined_buffers:
             raise CheckpointError(
-                f"{self.folder}: the model has buffers that nothing defines: {', '.join(others)} "
+                f"{self.folder}: the model has buffers that nothing defines: {', '.join(undefined_buffers)} "
                 "(use another model family)"
             )
         for module in model.modules():
@@ -102,9 +104,9 @@ class TransformersEngine(RolloutEngine):
             elif type(module) is Qwen3NextGatedDeltaNet:
                 module.__class__ = CachedFusedDeltaNet
         self.model = model.eval().requires_grad_(False)
-        linear = [module for module in model.modules() if type(module) is nn.Linear]
-        self._block = Block.make([module.weight for module in linear], config.hidden_size)
-        for module in linear if is_batch_invariant(linear[0].weight) else ():
+        linear_layers = [module for module in model.modules() if type(module) is nn.Linear]
+        self._block = Block.make([module.weight for module in linear_layers], config.hidden_size)
+        for module in linear_layers if is_batch_invariant(linear_layers[0].weight) else ():
             module.__class__ = BlockLinear
             cast(BlockLinear, module).block = self._block
         self._has_weights = self._asleep = False
@@ -132,11 +134,11 @@ class TransformersEngine(RolloutEngine):
         biases = ((name, bias) for name, bias in self.model.named_buffers() if name.endswith(BIAS))
         for name, parameter in (*self.model.named_parameters(), *biases):
             # transformers 5 has a layer's experts in two tensors, unlike files.
-            layer, of_experts, kind = name.rpartition(".experts.")
-            if not of_experts:
+            layer, separator, projection = name.rpartition(".experts.")
+            if not separator:
                 tensors[name] = parameter.data
-            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-            for expert, tensor in enumerate(parameter.data) if of_experts else ():
+            parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            for expert, tensor in enumerate(parameter.data) if separator else ():
                 for part, view in zip(parts, tensor.chunk(len(parts)), strict=True):
                     tensors[f"{layer}.experts.{expert}.{part}.weight"] = view
         return tensors
@@ -191,11 +193,11 @@ class TransformersEngine(RolloutEngine):
         """Generate for `seconds`; return finished responses. Raises EngineError for NaN logits.
 
         Different params alternate between calls."""
-        ended: list[tuple[int, TokenData]] = []
-        end = time.monotonic() + seconds
-        while self._loops and not (ended and time.monotonic() >= end):
+        responses: list[tuple[int, TokenData]] = []
+        deadline = time.monotonic() + seconds
+        while self._loops and not (responses and time.monotonic() >= deadline):
             try:
-                ended += self._loops[0].run(end - time.monotonic())
+                responses += self._loops[0].run(deadline - time.monotonic())
             except FloatingPointError as error:
                 raise EngineError(
                     f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights "
@@ -205,12 +207,12 @@ class TransformersEngine(RolloutEngine):
             if loop.requests:
                 self._loops.append(loop)
                 break
-        return ended
+        return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        aborted = [(key, TokenData()) for loop in self._loops for key in loop.requests]
+        responses = [(key, TokenData()) for loop in self._loops for key in loop.requests]
         self._loops.clear()
-        return aborted
+        return responses
 
     def _make_loop(self, params: SamplingParams) -> DecodeLoop:
         if not self._has_weights:

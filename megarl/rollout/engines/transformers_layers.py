@@ -53,8 +53,8 @@ class Block(NamedTuple):
     def pad(self, rows: int) -> int:
         if not self.largest:
             return max(round_up(rows, self.rows), self.rows * self.fewest)
-        rest = rows % self.largest
-        return rows - rest + (max(self.rows, 1 << (rest - 1).bit_length()) if rest or not rows else 0)
+        tail = rows % self.largest
+        return rows - tail + (max(self.rows, 1 << (tail - 1).bit_length()) if tail or not rows else 0)
 
     def get_capacity(self, rows: int) -> int:
         """Return the rows to allocate, as new responses may begin inside a block."""
@@ -66,15 +66,15 @@ def find_fewest_rows(weights: Iterable[Tensor]) -> int:
 
     It depends on processor and library, so results on random numbers, which overwrite the weights, are
     compared."""
-    random, fewest = torch.Generator().manual_seed(0), 8
+    generator, fewest_rows = torch.Generator().manual_seed(0), 8
     for weight in {weight.shape: weight for weight in weights}.values():
-        weight.normal_(generator=random)
-        rows = torch.randn(1, weight.shape[1], generator=random).repeat(LARGEST, 1)
-        expected, size = F.linear(rows, weight)[0], LARGEST // 2
-        while size >= fewest and bool((F.linear(rows[:size], weight) == expected).all()):
-            size //= 2
-        fewest = max(fewest, 2 * size)
-    return fewest
+        weight.normal_(generator=generator)
+        rows = torch.randn(1, weight.shape[1], generator=generator).repeat(LARGEST, 1)
+        expected, num_rows = F.linear(rows, weight)[0], LARGEST // 2
+        while num_rows >= fewest_rows and bool((F.linear(rows[:num_rows], weight) == expected).all()):
+            num_rows //= 2
+        fewest_rows = max(fewest_rows, 2 * num_rows)
+    return fewest_rows
 
 
 class BlockLinear(nn.Linear):
@@ -87,8 +87,8 @@ class BlockLinear(nn.Linear):
             input = F.pad(input.reshape(-1, self.in_features), (0, 0, 0, padding))
         if block.largest:
             rows = input.reshape(-1, self.in_features)
-            parts = [F.linear(part, self.weight, self.bias) for part in rows.split(block.largest)]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            outputs = [F.linear(chunk, self.weight, self.bias) for chunk in rows.split(block.largest)]
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         else:
             if input.dim() != 3 or input.shape[1] != block.rows:
                 input = input.reshape(-1, block.rows, self.in_features)
@@ -126,12 +126,12 @@ class KVCache:
         self.inputs = {
             n: torch.zeros(0, sizes.mixed, sizes.conv - 1, dtype=dtype, device=device) for n in sizes.linear
         }
-        shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
-        self.states = {n: torch.zeros(shape, device=device) for n in sizes.linear}
+        state_shape = 0, sizes.value_heads, sizes.key // max(sizes.key_heads, 1), sizes.value_dim
+        self.states = {n: torch.zeros(state_shape, device=device) for n in sizes.linear}
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(0, 0, device=device)
-        routed = layers, config.num_experts_per_tok if experts else 0
-        self.chosen = torch.zeros(0, 0, *routed, dtype=torch.int16, device=device)
+        routing_shape = layers, config.num_experts_per_tok if experts else 0
+        self.chosen = torch.zeros(0, 0, *routing_shape, dtype=torch.int16, device=device)
         self.prefilling, self.start = False, 0
         self.before = self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
@@ -146,14 +146,14 @@ class KVCache:
             self._aside[layer] = key, value
             if not self.start:
                 return key, value
-            both = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
-            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in both)
+            pairs = zip((self.keys[layer], self.values[layer]), (key, value), strict=True)
+            key, value = (torch.cat([old[self.before, :, : self.start], new], 2) for old, new in pairs)
             return key, value
         keys, values = self.keys[layer], self.values[layer]
         rows = len(key) * key.shape[2]
-        for cache, fresh in ((keys, key), (values, value)):
-            dim = fresh.shape[3]
-            cache.view(-1, dim).index_copy_(0, self._at, fresh.transpose(1, 2).reshape(-1, dim))
+        for cache, tensor in ((keys, key), (values, value)):
+            dim = tensor.shape[3]
+            cache.view(-1, dim).index_copy_(0, self._at, tensor.transpose(1, 2).reshape(-1, dim))
         return keys[:rows, :, : self._seen], values[:rows, :, : self._seen]
 
     @contextmanager
@@ -188,12 +188,12 @@ class KVCache:
         """Write the prefilled segments `source` into `rows`, int64 [n] each.
 
         chosen: experts, [segments, tokens, layers, topk]"""
-        for layer, pair in self._aside.items():
+        for layer, tensors in self._aside.items():
             if layer in self.states:
-                self.inputs[layer][rows], self.states[layer][rows] = (fresh[source] for fresh in pair)
+                self.inputs[layer][rows], self.states[layer][rows] = (tensor[source] for tensor in tensors)
                 continue
-            for cache, fresh in zip((self.keys[layer], self.values[layer]), pair, strict=True):
-                cache[rows, :, self.start : self.start + fresh.shape[2]] = fresh[source]
+            for cache, tensor in zip((self.keys[layer], self.values[layer]), tensors, strict=True):
+                cache[rows, :, self.start : self.start + tensor.shape[2]] = tensor[source]
         self._aside.clear()
         if chosen is not None:
             self.chosen[rows, self.start : self.start + chosen.shape[1]] = chosen[source]
@@ -203,28 +203,28 @@ class KVCache:
             cache[target, :, :columns] = cache[source, :, :columns]
         for state in (*self.inputs.values(), *self.states.values()):
             state[target] = state[source]
-        for column in (self.tokens, self.logprobs, self.chosen):
-            column[target, :columns] = column[source, :columns]
+        for tensor in (self.tokens, self.logprobs, self.chosen):
+            tensor[target, :columns] = tensor[source, :columns]
 
     def reserve(self, rows: int, columns: int) -> None:
         old_rows, old_columns = self.rows, self.columns
         self.rows, self.columns = max(rows, old_rows), max(round_up(columns, COLUMNS), old_columns)
 
-        def grown(old: Tensor, dim: int) -> Tensor:
+        def grow(old: Tensor, dim: int) -> Tensor:
             shape = [self.rows, *old.shape[1:dim], self.columns, *old.shape[dim + 1 :]]
             # Masked columns weigh 0, but 0 times an uninitialised NaN is NaN.
-            fresh = old.new_zeros(shape)
-            fresh[:old_rows].narrow(dim, 0, old_columns).copy_(old)
-            return fresh
+            tensor = old.new_zeros(shape)
+            tensor[:old_rows].narrow(dim, 0, old_columns).copy_(old)
+            return tensor
 
         for caches in (self.keys, self.values):
             for layer, old in enumerate(caches):
-                caches[layer] = grown(old, 2)
+                caches[layer] = grow(old, 2)
         for states in (self.inputs, self.states):
             for layer, old in states.items():
                 states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
-        self.tokens, self.logprobs = grown(self.tokens, 1), grown(self.logprobs, 1)
-        self.chosen = grown(self.chosen, 1)
+        self.tokens, self.logprobs = grow(self.tokens, 1), grow(self.logprobs, 1)
+        self.chosen = grow(self.chosen, 1)
         heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns
@@ -255,19 +255,19 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
         if cache is None or cache.prefilling:
             if cache is not None:
                 # Padding must not change a prompt's state.
-                ended = torch.arange(alpha.shape[1], device=alpha.device) >= cache.lengths[:, None]
-                decay, beta = (x.masked_fill(ended[..., None], 0) for x in (decay, beta))
+                is_padding = torch.arange(alpha.shape[1], device=alpha.device) >= cache.lengths[:, None]
+                decay, beta = (x.masked_fill(is_padding[..., None], 0) for x in (decay, beta))
             query, key, value = split_heads(convolve(channels, kernel))
             out, state = delta_rule(query, key, value, decay, beta)
             if cache is not None:
-                before = kernel.shape[2] - 1
-                last = cache.lengths[:, None] + torch.arange(before, device=alpha.device)
-                inputs = F.pad(channels.transpose(1, 2), (before, 0))
-                inputs = inputs.gather(2, last[:, None].expand(-1, inputs.shape[1], -1))
+                num_inputs = kernel.shape[2] - 1
+                last_positions = cache.lengths[:, None] + torch.arange(num_inputs, device=alpha.device)
+                inputs = F.pad(channels.transpose(1, 2), (num_inputs, 0))
+                inputs = inputs.gather(2, last_positions[:, None].expand(-1, inputs.shape[1], -1))
                 cache.keep(layer, inputs, state)
         else:
-            flat, rows = channels.flatten(0, 1), channels.shape[0] * channels.shape[1]
-            inputs = torch.cat([cache.inputs[layer][:rows], flat[..., None]], -1)
+            flat_channels, rows = channels.flatten(0, 1), channels.shape[0] * channels.shape[1]
+            inputs = torch.cat([cache.inputs[layer][:rows], flat_channels[..., None]], -1)
             query, key, value = split_heads(F.silu((inputs * kernel[:, 0]).sum(-1)))
             state, decay, beta = cache.states[layer][:rows], decay.flatten(0, 1), beta.flatten(0, 1)
             out, state = delta_step(state, query, key, value, decay, beta)
@@ -281,8 +281,8 @@ class CachedDeltaNet(Qwen3_5GatedDeltaNet):
 
 class CachedFusedDeltaNet(CachedDeltaNet, Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        fused = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
-        query, key, value, gate, beta, alpha = self.fix_query_key_value_ordering(*fused)
+        projections = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+        query, key, value, gate, beta, alpha = self.fix_query_key_value_ordering(*projections)
         return torch.cat([x.flatten(2) for x in (query, key, value)], -1), gate.flatten(2), alpha, beta
 
 
@@ -294,19 +294,19 @@ def attention(
     Without a mask: `prefill_attention`. query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim]
     -> [rows, q, heads, dim]
     """
-    scale, narrow = kwargs["scaling"], value.shape[3]
-    if narrow < key.shape[3]:  # torch's fused attention needs equal widths
-        value = F.pad(value, (0, key.shape[3] - narrow))
+    scale, value_dim = kwargs["scaling"], value.shape[3]
+    if value_dim < key.shape[3]:  # torch's fused attention needs equal widths
+        value = F.pad(value, (0, key.shape[3] - value_dim))
     if attention_mask is None:
-        return prefill_attention(query, key, value, scale).transpose(1, 2)[..., :narrow], None
+        return prefill_attention(query, key, value, scale).transpose(1, 2)[..., :value_dim], None
     rows, kv_heads, _, dim = key.shape
-    blocks, heads, block, _ = query.shape
+    blocks, heads, block_size, _ = query.shape
     query = query.transpose(1, 2).reshape(rows, kv_heads, heads // kv_heads, dim)
     if is_batch_invariant(query):
         out = decode_attention(query, key, value, attention_mask, scale)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
-    return out.reshape(blocks, block, heads, dim)[..., :narrow], None
+    return out.reshape(blocks, block_size, heads, dim)[..., :value_dim], None
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -317,22 +317,22 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     """
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
-    before, ordered, parts = keys - queries, is_batch_invariant(query), []
-    if ordered:  # equal strides with and without a shared beginning
+    start, is_invariant, outputs = keys - queries, is_batch_invariant(query), []
+    if is_invariant:  # equal strides with and without a shared beginning
         key, value = key.contiguous(), value.contiguous()
-    at, step = torch.arange(keys, device=key.device), COLUMNS if ordered else queries
+    columns, step = torch.arange(keys, device=key.device), COLUMNS if is_invariant else queries
     for first in range(0, queries, step):
         stop = min(first + step, queries)
-        own, seen = query[:, :, first:stop], (key[:, :, : before + stop], value[:, :, : before + stop])
-        if not before + first:
-            grouped = heads != kv_heads
-            out = F.scaled_dot_product_attention(own, *seen, is_causal=True, scale=scale, enable_gqa=grouped)
+        q, kv = query[:, :, first:stop], (key[:, :, : start + stop], value[:, :, : start + stop])
+        if not start + first:
+            is_grouped = heads != kv_heads
+            out = F.scaled_dot_product_attention(q, *kv, is_causal=True, scale=scale, enable_gqa=is_grouped)
         else:  # kernels with a mask have no grouped queries
-            mask = at[: before + stop] <= at[before + first : before + stop, None]
-            own, mask = own.reshape(rows, kv_heads, -1, dim), mask.repeat(heads // kv_heads, 1)
-            out = F.scaled_dot_product_attention(own, *seen, attn_mask=mask, scale=scale)
-        parts.append(out.reshape(rows, heads, stop - first, -1))
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+            mask = columns[: start + stop] <= columns[start + first : start + stop, None]
+            q, mask = q.reshape(rows, kv_heads, -1, dim), mask.repeat(heads // kv_heads, 1)
+            out = F.scaled_dot_product_attention(q, *kv, attn_mask=mask, scale=scale)
+        outputs.append(out.reshape(rows, heads, stop - first, -1))
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -344,17 +344,17 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     mask, additive, [rows, 1, 1, n * COLUMNS]. The result is shaped as query.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    split = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
-    found = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*split, strict=True)]
-    if len(found) == 1:
-        return found[0][0]
-    sums = torch.stack([total for _, total in found])
-    sums += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # a fully masked chunk has no sum
-    shares = (sums - sums.amax(0)).exp_()[..., None]
-    out, total = found[0][0] * shares[0], shares[0]
-    for (part, _), share in zip(found[1:], shares[1:], strict=True):
-        out = torch.addcmul(out, part, share)
-        total = total + share
+    chunks = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
+    results = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*chunks, strict=True)]
+    if len(results) == 1:
+        return results[0][0]
+    logsumexps = torch.stack([total for _, total in results])
+    logsumexps += mask[:, 0, 0, ::COLUMNS].T[..., None, None]  # -inf for fully masked chunks
+    weights = (logsumexps - logsumexps.amax(0)).exp_()[..., None]
+    out, total = results[0][0] * weights[0], weights[0]
+    for (chunk_out, _), weight in zip(results[1:], weights[1:], strict=True):
+        out = torch.addcmul(out, chunk_out, weight)
+        total = total + weight
     return out / total
 
 
