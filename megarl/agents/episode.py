@@ -89,8 +89,8 @@ class Policy:
     _waits: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
-        self.written = TokenData(finish_reason="stop", **none)
+        empty_arrays: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+        self.written = TokenData(finish_reason="stop", **empty_arrays)
         self._to_replay = list(self.earlier.journal) if self.earlier is not None else []
         if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:
             self._to_replay = [["turn", self.earlier.num_sampled, self.earlier.finish_reason]]
@@ -102,9 +102,9 @@ class Policy:
     @property
     def room(self) -> int:
         """Tokens that may still be sampled."""
-        total = self.written.num_tokens + len(self._observed)
-        left = self.params.max_tokens - self.written.num_sampled
-        return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
+        total_tokens = self.written.num_tokens + len(self._observed)
+        sampled_left = self.params.max_tokens - self.written.num_sampled
+        return min(sampled_left, (self.limits.max_tokens or self.params.max_tokens) - total_tokens)
 
     @property
     def waiting(self) -> str:
@@ -163,25 +163,25 @@ class Policy:
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
         """Return the next turn's tokens if an earlier run sampled any. max_tokens: its present limit."""
-        recorded = self._next_entry("turn")
-        if recorded is None:
+        entry = self._next_entry("turn")
+        if entry is None:
             return None
         assert self.earlier is not None
         # Earlier tokens lack observations after the last turn.
-        first = self.written.num_tokens + len(self._observed)
-        if self.earlier.tokens[self.written.num_tokens : first].tolist() != self._observed:
+        start = self.written.num_tokens + len(self._observed)
+        if self.earlier.tokens[self.written.num_tokens : start].tolist() != self._observed:
             self._to_replay = []
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")
             return None
         # Without later tokens' experts, as the episode may differ from there.
-        data = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
+        data = self.earlier.first(start + entry[1], len(self.prompt.tokens))
         versions = data.policy_versions
         return TokenData(
-            data.tokens[first:],
-            data.logprobs[first:],
-            "length" if recorded[2] == "abort" and recorded[1] >= max_tokens else recorded[2],
-            None if versions is None else versions[first:],
+            data.tokens[start:],
+            data.logprobs[start:],
+            "length" if entry[2] == "abort" and entry[1] >= max_tokens else entry[2],
+            None if versions is None else versions[start:],
             data.routed_experts,
         )
 
@@ -226,11 +226,11 @@ class Policy:
         return await self._step("step")
 
     async def _step(self, name: str) -> tuple[str, float, bool]:
-        shown, reward, done, state = await self._call_or_replay(
+        observation, reward, done, state = await self._call_or_replay(
             name, lambda: self._pool.step(*self._environment_arguments)
         )
         self._state = state and State(*state)
-        return shown, reward, done
+        return observation, reward, done
 
     async def verdict(self) -> Verdict:
         async def run() -> Result[dict[str, Any]]:
