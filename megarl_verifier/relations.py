@@ -205,25 +205,25 @@ def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str
     relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
     if set(operators) != {"="}:
         return [], relations
-    first, last = sides[0], sides[-1]
-    name, ends_in_constant = _read_name(first), is_constant(last)
+    first_side, last_side = sides[0], sides[-1]
+    name, ends_in_constant = _read_name(first_side), is_constant(last_side)
     if ends_in_constant and len(sides) > 2 and all(map(_read_name, sides[:-1])):  # x = y = 3
-        return [(_read_name(side), last) for side in sides[:-1]], []
+        return [(_read_name(side), last_side) for side in sides[:-1]], []
     # y = 2(x + 1) = 2x + 2 is one value; x = y/2 = z/3 is a line.
     has_one_value = (
         len(sides) == 2
         or ends_in_constant
-        or all(_find_symbols(side) == _find_symbols(last) for side in sides[1:-1])
+        or all(_find_symbols(side) == _find_symbols(last_side) for side in sides[1:-1])
     )
-    name_symbols = _find_symbols(first if first[:1] == "(" else first.partition("(")[0])
-    if name and has_one_value and not name_symbols & _find_symbols(last):
-        return [(name, last)], []
-    if len(sides) == 2 and is_constant(first) and _read_name(last):
-        return [(_read_name(last), first)], []
+    name_symbols = _find_symbols(first_side if first_side[:1] == "(" else first_side.partition("(")[0])
+    if name and has_one_value and not name_symbols & _find_symbols(last_side):
+        return [(name, last_side)], []
+    if len(sides) == 2 and is_constant(first_side) and _read_name(last_side):
+        return [(_read_name(last_side), first_side)], []
     if all(map(is_constant, sides)):  # 2 + 2 = 4
-        return [("=", last)], []
+        return [("=", last_side)], []
     if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
-        return [], [Relation(first, "=", last)]
+        return [], [Relation(first_side, "=", last_side)]
     return [], relations
 
 

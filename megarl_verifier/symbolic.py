@@ -174,8 +174,8 @@ def _vote_text(found: str) -> str | None:
 
 def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
     """Format the value for votes."""
-    exact = attempt(rational, parsed)
-    text = attempt(str, parsed if exact is None else exact)
+    rational_value = attempt(rational, parsed)
+    text = attempt(str, parsed if rational_value is None else rational_value)
     return None if text is None else normalise(text)
 
 

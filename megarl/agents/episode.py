@@ -318,17 +318,17 @@ class Policy:
         replay returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
-        written = self.written
-        written.finish_reason = "length" if self.truncated else "stop"
+        data = self.written
+        data.finish_reason = "length" if self.truncated else "stop"
         if not ended or self._raised_aborted:
-            written.finish_reason = "abort"
-        if written.turn_rewards is not None and not written.turn_rewards.any():
-            written.turn_rewards = None
-        if written.is_sampled is not None and written.is_sampled.all():
-            written.is_sampled = None
-        if [entry[::2] for entry in written.journal] == [["turn", written.finish_reason]]:
-            written.journal = []
-        return written
+            data.finish_reason = "abort"
+        if data.turn_rewards is not None and not data.turn_rewards.any():
+            data.turn_rewards = None
+        if data.is_sampled is not None and data.is_sampled.all():
+            data.is_sampled = None
+        if [entry[::2] for entry in data.journal] == [["turn", data.finish_reason]]:
+            data.journal = []
+        return data
 
 
 # None: the verifier grades the response.

@@ -339,9 +339,9 @@ class TerminalView:
         rows = -(-len(columns) // pairs)
         cells = [(c.long, " / ".join(format_values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
-        for first in range(0, pairs * rows, rows):
+        for first_row in range(0, pairs * rows, rows):
             # Cut names, not numbers.
-            widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
+            widest = max((len(texts) for _, texts, _ in cells[first_row : first_row + rows]), default=0)
             room = (width - 4) // pairs - widest - 3
             table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
             table.add_column(justify="right", no_wrap=True)

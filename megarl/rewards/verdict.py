@@ -139,11 +139,11 @@ def verifier_path(name: str) -> str:
     """Return the `module:function` of a verifier's name or path. Raises ConfigError."""
     if all(name.partition(":")):
         return name
-    known = plugins("megarl.verifiers")
-    if name not in known:
-        remedy = f"use {', '.join(known)} or package.module:function" if known else REINSTALL
+    verifiers = plugins("megarl.verifiers")
+    if name not in verifiers:
+        remedy = f"use {', '.join(verifiers)} or package.module:function" if verifiers else REINSTALL
         raise ConfigError(f"reward.verifier: unknown verifier {name!r} ({remedy})")
-    return known[name].value
+    return verifiers[name].value
 
 
 def get_verifier(name: str) -> Verifier:
