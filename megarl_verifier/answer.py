@@ -71,8 +71,8 @@ class Judgement(NamedTuple):
 
 def final_part(response: str) -> str:
     """Return the text after the last `</think>`, "" in an unfinished thought."""
-    rest = response.rpartition("</think>")[2]
-    return "" if "<think>" in rest else rest
+    final_text = response.rpartition("</think>")[2]
+    return "" if "<think>" in final_text else final_text
 
 
 def find_answer(response: str) -> str | None:
@@ -88,11 +88,11 @@ def find_answer(response: str) -> str | None:
 
 
 def _last_label(response: str, searched: AnyStr, word: AnyStr) -> re.Match[str] | None:
-    at = searched.rfind(word)
-    while at >= 0:
-        if label := _LABEL.match(response, at):
+    position = searched.rfind(word)
+    while position >= 0:
+        if label := _LABEL.match(response, position):
             return label
-        at = searched.rfind(word, 0, at)
+        position = searched.rfind(word, 0, position)
     return None
 
 
@@ -123,15 +123,15 @@ def all_boxed(text: str) -> str | None:
 
 def _boxes(text: str) -> Iterator[str]:
     """Yield contents from the end, of nested boxes the innermost."""
-    at = inner = len(text)
+    box_start = inner_start = len(text)
     for _ in range(_BOXES):
-        at = text.rfind("\\boxed", 0, at)
-        if at < 0:
+        box_start = text.rfind("\\boxed", 0, box_start)
+        if box_start < 0:
             return
-        if opening := _BOX.match(text, at):
+        if opening := _BOX.match(text, box_start):
             end = _closing_brace(text, opening.end())
-            if end is not None and end <= inner:
-                inner = at
+            if end is not None and end <= inner_start:
+                inner_start = box_start
                 yield text[opening.end() : end]
 
 
@@ -146,8 +146,8 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 def ends_in_open_box(text: str) -> bool:
     r"""Return whether the last `\boxed{` is not closed."""
-    last = text.rfind("\\boxed")
-    opening = _BOX.match(text, last) if last >= 0 else None
+    box_start = text.rfind("\\boxed")
+    opening = _BOX.match(text, box_start) if box_start >= 0 else None
     return opening is not None and _closing_brace(text, opening.end()) is None
 
 
@@ -170,8 +170,8 @@ def text_form(answer: str) -> str:
     text = _PAIR.sub(";", text).replace("{,}", ",").replace("\\%", "%")
     text = _without_shorthand(_unwrap(_without_layout(text)))
     text = text.rstrip(".,;:")
-    quoted = len(text) > 2 and text[0] + text[-1] in ('""', "\u201c\u201d")
-    return _canonical_number(text[1:-1] if quoted else text).casefold()
+    is_quoted = len(text) > 2 and text[0] + text[-1] in ('""', "\u201c\u201d")
+    return _canonical_number(text[1:-1] if is_quoted else text).casefold()
 
 
 def _plain(answer: str) -> str:
@@ -221,16 +221,16 @@ def _last_side(text: str) -> str:
 def _canonical_number(text: str) -> str:
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "").replace(" ", "")
-    if found := _INTEGER.fullmatch(text):
-        digits = found[2].lstrip("0") or "0"
-        return digits if found[1] != "-" or digits == "0" else "-" + digits
+    if match := _INTEGER.fullmatch(text):
+        digits = match[2].lstrip("0") or "0"
+        return digits if match[1] != "-" or digits == "0" else "-" + digits
     return text
 
 
 def verify_dapo(response: str, answer: str) -> Judgement:
     """Verify by DAPO eq. 7."""
-    found = find_answer(response)
-    if found is None:
+    answer_line = find_answer(response)
+    if answer_line is None:
         return Judgement(False)
-    extracted = normalise(found)
+    extracted = normalise(answer_line)
     return Judgement(extracted != "" and extracted == normalise(answer), extracted or None)

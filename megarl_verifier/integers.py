@@ -135,49 +135,49 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
     if not text or max(text.count(bracket) for bracket in "({[") > _MAX_DEPTH:
         raise Refused(UNREAD)
     text = (last_boxed(text) or text).translate(_UNICODE)
-    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    text = _ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2]}}}", text)
     text = _PLAIN_NAME.sub(r"\\", _SPACE.sub(" ", _LAYOUT.sub("", text)).replace("{,}", ","))
-    text = _GROUPED.sub(lambda found: found[0].replace(",", ""), " ".join(text.split()))
+    text = _GROUPED.sub(lambda match: match[0].replace(",", ""), " ".join(text.split()))
     text = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
     if _INTEGER.fullmatch(text):
         value = int(text.partition(".")[0].replace(" ", ""))
         return IntegerAnswer(value, "", str(value), text)
 
-    body, before, after = _split_name_and_unit(text)
+    body, prefix, unit = _split_name_and_unit(text)
     reason = next((reason for pattern, reason in _REFUSED if pattern.match(body)), "")
     if reason:
-        raise Refused(RELATION if "=" in before and reason == LETTERS else reason)  # y = 2x + 1
+        raise Refused(RELATION if "=" in prefix and reason == LETTERS else reason)  # y = 2x + 1
     decimals = _DECIMAL.findall(body)
-    thirds = not before and any(map(_THIRDS.fullmatch, decimals))
-    if decimals and (thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
+    has_thirds = not prefix and any(map(_THIRDS.fullmatch, decimals))
+    if decimals and (has_thirds or max(map(len, decimals)) > _PLACES or _ROUNDING.search(question)):
         raise Refused(ROUNDED)
     try:
         sign, pieces = _build_form(_AnswerParser(body).read())
     except Refused as refused:
         # 2^2016
-        if refused.reason != LARGE or not (found := _POWER.fullmatch(body)):
+        if refused.reason != LARGE or not (match := _POWER.fullmatch(body)):
             raise
-        base, exponent = int(found[1]), int(found[2] or found[3])
-        root, times = sympy.perfect_power(base) or (base, 1)
-        power = _Number(exponent * int(times), "exponent")
+        base, exponent = int(match[1]), int(match[2] or match[3])
+        root, root_exponent = sympy.perfect_power(base) or (base, 1)
+        power = _Number(exponent * int(root_exponent), "exponent")
         sign, pieces = "", [_Number(int(root), "base"), "^{", power, "}"]
     numbers = [piece for piece in pieces if isinstance(piece, _Number)]
     if not numbers:
         raise Refused(NOTHING)
     if any(abs(number.value) >= _LIMIT for number in numbers):
         raise Refused(LARGE)
-    letters = _choose_letters(f"{question} {before}", len(numbers))
-    named = list(zip(letters, numbers, strict=True))
+    letters = _choose_letters(f"{question} {prefix}", len(numbers))
+    pairs = list(zip(letters, numbers, strict=True))
     names, values = iter(letters), (str(number.value) for number in numbers)
     form, back = (
-        sign + "".join(next(given) if isinstance(one, _Number) else one for one in pieces)
-        for given in (names, values)
+        sign + "".join(next(replacements) if isinstance(part, _Number) else part for part in pieces)
+        for replacements in (names, values)
     )
-    if numbers[0].role == "whole" and not before + after:
+    if numbers[0].role == "whole" and not prefix + unit:
         asked = "The answer is an integer. Please give it in decimal digits."
         return IntegerAnswer(numbers[0].value, asked, back, body)
     asked = (
-        f"The original answer is in the form ${before}{form}{after}$, where {_describe_conditions(named)}. "
+        f"The original answer is in the form ${prefix}{form}{unit}$, where {_describe_conditions(pairs)}. "
         f"Please find the value of ${' + '.join(letters)}$."
     )
     return IntegerAnswer(sum(number.value for number in numbers), asked, back, body)
@@ -185,22 +185,22 @@ def integer_answer(question: str, answer: str) -> IntegerAnswer:
 
 def _split_name_and_unit(text: str) -> tuple[str, str, str]:
     """Return the number, its prefix (`x =`, currency) and its unit."""
-    before = after = ""
-    if named := _NAME.match(text):
-        before, text = named[0], text[named.end() :]
-    if priced := _CURRENCY.match(text):
-        before, text = before + priced[2], priced[1] + text[priced.end() :]
-    if (unit := _UNIT.search(text)) and unit.start() > 0:
-        words = unit["text"] or unit["words"] or ""
+    prefix = unit = ""
+    if name_match := _NAME.match(text):
+        prefix, text = name_match[0], text[name_match.end() :]
+    if currency_match := _CURRENCY.match(text):
+        prefix, text = prefix + currency_match[2], currency_match[1] + text[currency_match.end() :]
+    if (unit_match := _UNIT.search(text)) and unit_match.start() > 0:
+        words = unit_match["text"] or unit_match["words"] or ""
         if re.search(r"\b(?:or|and)\b", words):
             raise Refused(SEVERAL)
         if _NO_UNIT.search(words):
             raise Refused(AMBIGUOUS)
-        after, text = unit[0].rstrip(), text[: unit.start()]
-        if unit["words"]:
-            after = f"\\text{{ {unit['words']}}}"
-        after = "\\%" if after.strip() == "%" else after
-    return text, before, after
+        unit, text = unit_match[0].rstrip(), text[: unit_match.start()]
+        if unit_match["words"]:
+            unit = f"\\text{{ {unit_match['words']}}}"
+        unit = "\\%" if unit.strip() == "%" else unit
+    return text, prefix, unit
 
 
 class _AnswerParser:
@@ -208,10 +208,10 @@ class _AnswerParser:
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
-        at = 0
-        while at < len(text) and (found := _TOKEN.match(text, at)):
-            self.tokens.append(found[1])
-            at = found.end()
+        position = 0
+        while position < len(text) and (match := _TOKEN.match(text, position)):
+            self.tokens.append(match[1])
+            position = match.end()
         self.at = 0
 
     def read(self) -> Expr:
@@ -241,15 +241,15 @@ class _AnswerParser:
         return value
 
     def _product(self) -> Expr:
-        value, divided = self._factor(), False
+        value, is_divided = self._factor(), False
         while True:
             if self._accept("*", "\\cdot", "\\times"):
-                value, divided = self._times(value, self._factor()), False
+                value, is_divided = self._times(value, self._factor()), False
             elif self._accept("/", "\\div"):
-                value, divided = self._over(value, self._factor()), True
+                value, is_divided = self._over(value, self._factor()), True
             elif (token := self._next()) and (token in "({" or token[0].isalnum() or token[0] in "\\."):
-                digit = token[0].isdigit() or token[0] == "."
-                if divided or (digit and self.tokens[self.at - 1] != "!"):  # 2!5!
+                starts_with_digit = token[0].isdigit() or token[0] == "."
+                if is_divided or (starts_with_digit and self.tokens[self.at - 1] != "!"):  # 2!5!
                     raise Refused(AMBIGUOUS)
                 value = self._times(value, self._factor())
             else:
@@ -260,13 +260,17 @@ class _AnswerParser:
             return -self._factor()
         start = self.at
         value = self._atom()
-        whole = self.at == start + 1 and isinstance(value, Integer)
-        if whole and self._next() in ("\\frac", "\\dfrac", "\\tfrac"):  # a mixed number
+        is_integer = self.at == start + 1 and isinstance(value, Integer)
+        if is_integer and self._next() in ("\\frac", "\\dfrac", "\\tfrac"):  # a mixed number
             self.at += 1
-            above, below = self._argument(), self._argument(last=True)
-            if not (isinstance(above, Integer) and isinstance(below, Integer) and 0 < above < below):
+            numerator, denominator = self._argument(), self._argument(last=True)
+            if not (
+                isinstance(numerator, Integer)
+                and isinstance(denominator, Integer)
+                and 0 < numerator < denominator
+            ):
                 raise Refused(AMBIGUOUS)
-            return value + above / below
+            return value + numerator / denominator
         while self._accept("!"):
             if not (isinstance(value, Integer) and 0 <= value <= 200):
                 raise Refused(LARGE if isinstance(value, Integer) and value > 0 else UNREAD)
@@ -289,8 +293,8 @@ class _AnswerParser:
             return self._over(above, self._argument(last=True))
         if token in ("\\binom", "\\dbinom", "\\tbinom"):
             above, below = self._argument(), self._argument(last=True)
-            integers = isinstance(above, Integer) and isinstance(below, Integer)
-            if not integers or not 0 <= below <= above <= 1000:
+            are_integers = isinstance(above, Integer) and isinstance(below, Integer)
+            if not are_integers or not 0 <= below <= above <= 1000:
                 raise Refused(UNREAD, token)
             return sympy.binomial(above, below)
         if token == "\\sqrt":
@@ -298,12 +302,12 @@ class _AnswerParser:
             if self._accept("["):
                 degree = self._sum()
                 self._expect("]")
-            inside = self._argument(last=True)
+            radicand = self._argument(last=True)
             if not (isinstance(degree, Integer) and 2 <= degree <= _DEGREE):
                 raise Refused(UNREAD, token)
-            if degree == 2 and isinstance(inside, Rational) and inside < 0:
-                return I * self._power(-inside, Rational(1, 2))
-            return self._power(inside, 1 / degree)
+            if degree == 2 and isinstance(radicand, Rational) and radicand < 0:
+                return I * self._power(-radicand, Rational(1, 2))
+            return self._power(radicand, 1 / degree)
         if token == "\\ln":
             argument = self._factor()
             if not (isinstance(argument, Integer) and 2 <= argument < _LIMIT):
@@ -350,10 +354,10 @@ class _AnswerParser:
             if abs(exponent) * bits > _BITS or (exponent.q > 1 and bits > _ROOT_BITS):
                 raise Refused(LARGE)
             return base**exponent
-        nested = any(
-            one.exp.q > 1 and one.base.is_Add for one in base.atoms(sympy.Pow) if one.exp.is_Rational
+        has_nested_root = any(
+            power.exp.q > 1 and power.base.is_Add for power in base.atoms(sympy.Pow) if power.exp.is_Rational
         )
-        if len(sympy.Add.make_args(base)) ** abs(exponent) > _TERMS or (nested and exponent.q > 1):
+        if len(sympy.Add.make_args(base)) ** abs(exponent) > _TERMS or (has_nested_root and exponent.q > 1):
             raise Refused(UNREAD)
         return sympy.sqrtdenest(base**exponent)
 
@@ -392,11 +396,11 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
     """Return an expanded sum's terms, or None if a factor fits no form."""
     terms = []
     for summand in sympy.Add.make_args(value):
-        coefficient, rest = summand.as_coeff_Mul()
+        coefficient, symbolic_part = summand.as_coeff_Mul()
         if not isinstance(coefficient, Rational):
             return None
         term, roots = _Term(coefficient), []
-        for factor in sympy.Mul.make_args(rest):
+        for factor in sympy.Mul.make_args(symbolic_part):
             base, exponent = factor.as_base_exp()
             if factor == 1:
                 continue
@@ -429,78 +433,82 @@ def _collect_terms(value: Expr) -> list[_Term] | None:
 
 def _format_sum(terms: Sequence[_Term]) -> tuple[str, list[str | _Number]]:
     """Return sign and pieces of a sum over a denominator, sorted by sign and symbols."""
-    below_e, below_pi = (
+    e_exponent, pi_exponent = (
         -min(0, *powers) for powers in zip(*((term.e, term.pi) for term in terms), strict=True)
     )
     denominator = lcm(*(int(term.coefficient.q) for term in terms))
     sign = "-" if all(term.coefficient < 0 for term in terms) and (len(terms) == 1 or denominator > 1) else ""
 
-    def order(term: _Term) -> Any:
-        of_symbols = (term.i, term.ln, term.e, term.pi, term.degree, term.radicand)
-        return (term.coefficient < 0) != bool(sign), of_symbols
+    def sort_key(term: _Term) -> Any:
+        symbol_key = (term.i, term.ln, term.e, term.pi, term.degree, term.radicand)
+        return (term.coefficient < 0) != bool(sign), symbol_key
 
     def powers(e: int, pi: int, between: str = "") -> list[str]:
-        written = [
+        factors = [
             f"{base}^{{{power}}}" if power > 1 else base * power for base, power in (("e", e), ("\\pi", pi))
         ]
-        return [part for part in (written[0], between, written[1]) if part]
+        return [part for part in (factors[0], between, factors[1]) if part]
 
     pieces: list[str | _Number] = []
-    for term in sorted(terms, key=order):
-        negative = (term.coefficient < 0) != bool(sign)
-        pieces += ([" - "] if pieces else ["-"]) if negative else [" + "] if pieces else []
+    for term in sorted(terms, key=sort_key):
+        is_negative = (term.coefficient < 0) != bool(sign)
+        pieces += ([" - "] if pieces else ["-"]) if is_negative else [" + "] if pieces else []
         number = abs(int(term.coefficient * denominator))
         symbols: list[str | _Number] = []
         if term.radicand > 1:
             index = f"[{term.degree}]" if term.degree > 2 else ""
             symbols += [f"\\sqrt{index}{{", _Number(term.radicand, "radicand", term.degree), "}"]
-        symbols += powers(term.e + below_e, term.pi + below_pi, "i" * term.i)
+        symbols += powers(term.e + e_exponent, term.pi + pi_exponent, "i" * term.i)
         symbols += ["\\ln ", _Number(term.ln, "argument")] if term.ln else []
         pieces += [_Number(number, "coefficient")] if number != 1 or not symbols else []
         pieces += symbols
-    if denominator > 1 or below_e or below_pi:
+    if denominator > 1 or e_exponent or pi_exponent:
         # Omitted coefficients of 1 imply lowest terms.
-        implied = sum(isinstance(one, _Number) and one.role == "coefficient" for one in pieces) < len(terms)
-        role = "any denominator" if implied else "denominator"
-        below: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
-        below += powers(below_e, below_pi)
-        pieces = ["\\frac{", *pieces, "}{", *below, "}"]
+        has_implied_coefficient = sum(
+            isinstance(piece, _Number) and piece.role == "coefficient" for piece in pieces
+        ) < len(terms)
+        role = "any denominator" if has_implied_coefficient else "denominator"
+        denominator_pieces: list[str | _Number] = [_Number(denominator, role)] if denominator > 1 else []
+        denominator_pieces += powers(e_exponent, pi_exponent)
+        pieces = ["\\frac{", *pieces, "}{", *denominator_pieces, "}"]
     return sign, pieces
 
 
 def _choose_letters(question: str, count: int) -> list[str]:
-    used = set(_COMMAND.sub(" ", " ".join(find_formulas(question)))) | set(_LETTER.findall(question))
-    free = [letter for letter in _POOL if letter not in used]
-    if len(free) < count:
+    used_letters = set(_COMMAND.sub(" ", " ".join(find_formulas(question)))) | set(_LETTER.findall(question))
+    free_letters = [letter for letter in _POOL if letter not in used_letters]
+    if len(free_letters) < count:
         raise Refused(UNREAD, "the question uses every letter")
-    return sorted(free[:count])
+    return sorted(free_letters[:count])
 
 
 def _describe_conditions(named: Sequence[tuple[str, _Number]]) -> str:
-    def listed(items: Sequence[str]) -> str:
+    def join_with_and(items: Sequence[str]) -> str:
         return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
     named = [(f"${letter}$", number) for letter, number in named]
     letters = [letter for letter, _ in named]
     if named[0][1].role == "whole":
-        return f"{listed(letters)} is an integer"
-    said = []
-    of_fraction = [letter for letter, number in named if number.role in ("coefficient", "denominator")]
+        return f"{join_with_and(letters)} is an integer"
+    conditions = []
+    fraction_letters = [letter for letter, number in named if number.role in ("coefficient", "denominator")]
     has_denominator = any(number.role == "denominator" for _, number in named)
-    kind = "positive integers" if len(letters) > 1 else "a positive integer"
-    if has_denominator and len(of_fraction) == len(letters) == 2:
-        kind = f"relatively prime {kind}"
-    elif has_denominator and len(of_fraction) > 1:
-        said.append(f"the greatest common divisor of {listed(of_fraction)} is 1")
+    description = "positive integers" if len(letters) > 1 else "a positive integer"
+    if has_denominator and len(fraction_letters) == len(letters) == 2:
+        description = f"relatively prime {description}"
+    elif has_denominator and len(fraction_letters) > 1:
+        conditions.append(f"the greatest common divisor of {join_with_and(fraction_letters)} is 1")
     for degree in sorted({number.degree for _, number in named} - {0}):
-        roots = [letter for letter, number in named if number.degree == degree]
+        radicand_letters = [letter for letter, number in named if number.degree == degree]
         power = {2: "square", 3: "cube"}.get(degree, f"{degree}th power")
-        are = "are" if len(roots) > 1 else "is"
-        said.append(f"{listed(roots)} {are} not divisible by the {power} of any prime")
+        verb = "are" if len(radicand_letters) > 1 else "is"
+        conditions.append(
+            f"{join_with_and(radicand_letters)} {verb} not divisible by the {power} of any prime"
+        )
     for letter, number in named:
         if number.role == "argument":
-            said.append(f"{letter} is not a perfect power")
+            conditions.append(f"{letter} is not a perfect power")
         if number.role == "base":
-            said.append(f"{letter} is as small as possible")
-    are = "are" if len(letters) > 1 else "is"
-    return listed([f"{listed(letters)} {are} {kind}", *said])
+            conditions.append(f"{letter} is as small as possible")
+    verb = "are" if len(letters) > 1 else "is"
+    return join_with_and([f"{join_with_and(letters)} {verb} {description}", *conditions])

@@ -198,14 +198,16 @@ class Notation:
             word != word.lower()
             or len(word) == 1
             or word in _MEANINGFUL
-            or (one := word.removesuffix("s")) in _MEANINGFUL
-            or _ORDINAL.fullmatch(one)
+            or (singular := word.removesuffix("s")) in _MEANINGFUL
+            or _ORDINAL.fullmatch(singular)
             for word in self.words
         )
 
     def has_other_words(self, other: Notation) -> bool:
-        mine, theirs = ([word.lower().removesuffix("s") for word in one.words] for one in (self, other))
-        return mine != theirs and bool((mine and theirs) or self.meaningful or other.meaningful)
+        words, other_words = (
+            [word.lower().removesuffix("s") for word in notation.words] for notation in (self, other)
+        )
+        return words != other_words and bool((words and other_words) or self.meaningful or other.meaningful)
 
 
 def plain(text: str) -> str:
@@ -233,8 +235,8 @@ def _to_latex(character: str) -> str:
         return letter
     if (digit := unicodedata.decimal(character, None)) is not None:
         return str(digit)
-    above, slash, below = unicodedata.normalize("NFKC", character).partition("\u2044")
-    return f"\\frac{{{above}}}{{{below}}}" if slash else character
+    numerator, slash, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
+    return f"\\frac{{{numerator}}}{{{denominator}}}" if slash else character
 
 
 def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
@@ -249,17 +251,19 @@ def is_plausible(text: str, deepest_allowed: int = _MAX_DEPTH) -> bool:
 
 
 def simple_number(text: str) -> tuple[Fraction, bool] | None:
-    if not (found := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
+    if not (match := _SIMPLE.fullmatch(text.strip(" $").rstrip(". "))):
         return None
-    sign, whole, places, above, below, numerator, denominator = found.groups()
-    if whole or places:
-        value = Fraction((whole or "0").replace(",", "") + (places or ""))
+    sign, integer_part, decimal_places, numerator, denominator, slash_numerator, slash_denominator = (
+        match.groups()
+    )
+    if integer_part or decimal_places:
+        value = Fraction((integer_part or "0").replace(",", "") + (decimal_places or ""))
     else:
-        above, below = int(above or numerator), int(below or denominator)
-        if not below:
+        numerator, denominator = int(numerator or slash_numerator), int(denominator or slash_denominator)
+        if not denominator:
             return None
-        value = Fraction(above, below)
-    return (-value if sign == "-" else value), bool(places)
+        value = Fraction(numerator, denominator)
+    return (-value if sign == "-" else value), bool(decimal_places)
 
 
 @lru_cache(maxsize=2048)
@@ -273,19 +277,19 @@ def read_notation(text: str, *, inside: bool = False) -> Notation:
     number, _ = _split_unit(body)
     if _DATE.fullmatch(number) or _TIME.fullmatch(number):
         return Notation("", form)
-    word = _PLAIN_FUNCTION.sub(_format_function, _STYLE.sub(_remove_style, body))
-    if _RUN.fullmatch(word) and _WORD.search(word.replace(" ", "")) and not inside:
-        is_product = word.isalpha() and len(word) <= _LONGEST_PRODUCT
-        return Notation(word if is_product else "", form, is_word=True)
-    if _TRIGONOMETRIC.search(word):
+    unstyled_body = _PLAIN_FUNCTION.sub(_format_function, _STYLE.sub(_remove_style, body))
+    if _RUN.fullmatch(unstyled_body) and _WORD.search(unstyled_body.replace(" ", "")) and not inside:
+        is_product = unstyled_body.isalpha() and len(unstyled_body) <= _LONGEST_PRODUCT
+        return Notation(unstyled_body if is_product else "", form, is_word=True)
+    if _TRIGONOMETRIC.search(unstyled_body):
         body = _ANGLE.sub(r"(\1\\cdot\\frac{\\pi}{180})", body)
     body = _DEGREE.sub(r"\\text{deg}", body)
     parts, words, percents = [], [], 0
     for part in split(body, _SEPARATOR) if _SEPARATOR.search(body) else [body]:
         part, percent = _PERCENT.subn("", part)
-        part, tail = (part, []) if inside else _split_unit(part)
+        part, unit_words = (part, []) if inside else _split_unit(part)
         parts.append(part)
-        words += tail
+        words += unit_words
         percents += percent
     if len(parts) > 1 and words:
         return Notation("", form)
@@ -344,7 +348,7 @@ def _to_formula(text: str) -> str:
         text = _ROOT_CALL.sub(r"\\sqrt{\1}", text)
     text = _PLAIN_FUNCTION.sub(_format_function, text)
     if "\\int" not in text and "{d" not in text:
-        text = _D.sub(lambda found: found[1] or "{d}", text)
+        text = _D.sub(lambda match: match[1] or "{d}", text)
     for _ in range(4):  # fractions in fractions
         text = _SHORT_FRACTION.sub(_format_fraction, text)
     text = _SHORT_BASE.sub(r"\\log_{\1}", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
@@ -352,27 +356,27 @@ def _to_formula(text: str) -> str:
     text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _BASED.sub(_convert_base, text)
     text = _MIXED.sub(_expand_mixed, text)
-    text = _GROUPED.sub(lambda found: found[0].replace(" ", ""), text)
-    text = _PRIMED.sub(lambda found: f"{found[1]}_{{{'p' * len(re.findall(_QUOTE, found[2]))}}}", text)
+    text = _GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
+    text = _PRIMED.sub(lambda match: f"{match[1]}_{{{'p' * len(re.findall(_QUOTE, match[2]))}}}", text)
     text = text.replace("\\varnothing", "\\emptyset")
     text = _bracket_arguments(_TRANSPOSED.sub("^{(T)}", text))
     text = _COEFFICIENT.sub(r"\\frac{\1}{\2}", text)
     ratio = split(text, _COLON)
     if len(ratio) > 2:  # 1:2:3
-        text = ", ".join(f"\\frac{{{one}}}{{{ratio[0]}}}" for one in ratio[1:])
+        text = ", ".join(f"\\frac{{{term}}}{{{ratio[0]}}}" for term in ratio[1:])
         text = f"({text})"
-    bare = _SUBSCRIPT.sub("", text)
-    commands = _MACRO_NAME.findall(bare)
-    rest = _NAMES.sub("", bare)
-    rest = _MACRO_NAME.sub(" ", rest)
-    if any(command[1:] not in _KNOWN for command in commands) or _UNREADABLE.search(bare):
+    unindexed_text = _SUBSCRIPT.sub("", text)
+    commands = _MACRO_NAME.findall(unindexed_text)
+    letters = _NAMES.sub("", unindexed_text)
+    letters = _MACRO_NAME.sub(" ", letters)
+    if any(command[1:] not in _KNOWN for command in commands) or _UNREADABLE.search(unindexed_text):
         return ""
     if _INDEXED_FUNCTION.search(text):
         return ""
-    if any(len(run) > _LONGEST_PRODUCT for run in _WORD.findall(rest)):
+    if any(len(word) > _LONGEST_PRODUCT for word in _WORD.findall(letters)):
         return ""
     if not is_plausible(text, _MAX_FORMULA_DEPTH) or any(
-        len(kind.findall(text)) > most for kind, most in _SLOW.items()
+        len(pattern.findall(text)) > max_count for pattern, max_count in _SLOW.items()
     ):
         return ""
     return text.strip()
@@ -382,20 +386,22 @@ def _bracket_arguments(text: str) -> str:
     r"""Put arguments in brackets, as the parser reads `\ln 8/\ln 2` as `\ln(8/\ln 2)`.
 
     Returns "" if the argument may be a quotient: `\sin \pi/6`."""
-    for found in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner first: `\ln\sin x`
-        start = found.start("argument")
-        _, length, _ = next(pieces(text[found.end() :], _ARGUMENT_END))
-        end = found.end() + length
+    for match in reversed(list(_OPEN_ARGUMENT.finditer(text))):  # inner first: `\ln\sin x`
+        start = match.start("argument")
+        _, length, _ = next(pieces(text[match.end() :], _ARGUMENT_END))
+        end = match.end() + length
         argument = text[start:end].strip()
-        if _TRIGONOMETRIC.match(found[0]) and _QUOTIENT.match(text, end):
+        if _TRIGONOMETRIC.match(match[0]) and _QUOTIENT.match(text, end):
             return ""
         text = f"{text[:start]}({argument}){text[end:]}"
     return text
 
 
 def _format_fraction(found: re.Match[str]) -> str:
-    above, below = (one[1:-1] if one[0] == "{" else one for one in found.groups())
-    return f"\\frac{{{above}}}{{{below}}}"
+    numerator, denominator = (
+        argument[1:-1] if argument[0] == "{" else argument for argument in found.groups()
+    )
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 def _convert_base(found: re.Match[str]) -> str:
@@ -408,6 +414,6 @@ def _convert_base(found: re.Match[str]) -> str:
 
 
 def _expand_mixed(found: re.Match[str]) -> str:
-    above, below = found[2] or found[4], found[3] or found[5]
-    proper = 0 < int(above) < int(below)
-    return f"({found[1]}+\\frac{{{above}}}{{{below}}})" if proper else found[0]
+    numerator, denominator = found[2] or found[4], found[3] or found[5]
+    is_proper = 0 < int(numerator) < int(denominator)
+    return f"({found[1]}+\\frac{{{numerator}}}{{{denominator}}})" if is_proper else found[0]

@@ -89,8 +89,11 @@ class Relation:
     @property
     def solved(self) -> bool:
         """True if it compares one name with a constant."""
-        pair = (self.left, self.right)
-        return any(_read_name(one.lstrip("- ")) and is_constant(other) for one, other in (pair, pair[::-1]))
+        sides = (self.left, self.right)
+        return any(
+            _read_name(side.lstrip("- ")) and is_constant(other_side)
+            for side, other_side in (sides, sides[::-1])
+        )
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class ParsedAnswer:
 
     @property
     def value(self) -> str | None:
-        alone = len(self.values) == 1 and not self.relations
-        return ", ".join(next(iter(self.values.values()))) if alone else None
+        has_one_name = len(self.values) == 1 and not self.relations
+        return ", ".join(next(iter(self.values.values()))) if has_one_name else None
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -128,14 +131,14 @@ class ParsedAnswer:
             return ", ".join(value for values in self.values.values() for value in values)
         if len(self.relations) != 1 or self.values:
             return None
-        one = self.relations[0]
-        if _DERIVATIVE.fullmatch(one.left):
+        relation = self.relations[0]
+        if _DERIVATIVE.fullmatch(relation.left):
             is_result = True
-        elif _NAME.fullmatch(one.left):  # S_n = n(n + 1)/2
-            is_result = not _find_symbols(one.left.partition("_")[0]) & _find_symbols(one.right)
+        elif _NAME.fullmatch(relation.left):  # S_n = n(n + 1)/2
+            is_result = not _find_symbols(relation.left.partition("_")[0]) & _find_symbols(relation.right)
         else:
-            is_result = _SUM.fullmatch(one.left) is not None and is_constant(one.right)
-        return one.right if one.operator == "=" and is_result else None
+            is_result = _SUM.fullmatch(relation.left) is not None and is_constant(relation.right)
+        return relation.right if relation.operator == "=" and is_result else None
 
 
 def format_tuples(rows: Iterable[tuple[str, ...]]) -> str:
@@ -149,32 +152,34 @@ def read_relations(text: str) -> ParsedAnswer | None:
         return None
     if NEGATION.search(text):  # it is false that $x = 5$
         return ParsedAnswer(text, {}, (Relation(text, "", ""),), frozenset())
-    found = list(find_formulas(text))
-    if not any(_OPERATOR.search(formula) for formula in found):
-        found = [_PROSE.sub("", text.replace("$", ""))]
-    text = _NOT.sub(r"\\ne ", _IMPLIES.split(", ".join(found))[-1].strip())
+    formulas = list(find_formulas(text))
+    if not any(_OPERATOR.search(formula) for formula in formulas):
+        formulas = [_PROSE.sub("", text.replace("$", ""))]
+    text = _NOT.sub(r"\\ne ", _IMPLIES.split(", ".join(formulas))[-1].strip())
     if _OTHER_NOT.search(text):
         return ParsedAnswer(text, {}, (Relation(text, "", ""),), frozenset())
-    text = built[1] if (built := _BUILT.fullmatch(text)) else text  # {x | x > 3}
+    text = set_match[1] if (set_match := _BUILT.fullmatch(text)) else text  # {x | x > 3}
     text = _AND.sub(",", _LAYOUT.sub("", _DOMAIN.sub("", text.replace("{,}", ","))))
     values: dict[str, tuple[str, ...]] = {}
     relations: list[Relation] = []
     constants = []
     words = set()
     name = ""
-    related = False
+    has_operators = False
     for part in split(text, _SEPARATOR):
-        found_pieces = list(pieces(part, _OPERATOR))
-        sides = [part[start:end].strip() for start, end, _ in found_pieces]
-        operators = [_OPERATORS[mark] for _, _, mark in found_pieces[:-1]]
-        related |= bool(operators)
+        chain_pieces = list(pieces(part, _OPERATOR))
+        sides = [part[start:end].strip() for start, end, _ in chain_pieces]
+        operators = [_OPERATORS[mark] for _, _, mark in chain_pieces[:-1]]
+        has_operators |= bool(operators)
         if set(operators) == {"="}:
             constants.append(tuple(side for side in sides if is_constant(side) and not _UNIT.search(side)))
-        named, rest = _split_chain(sides, operators) if operators else ([(name, part)] if name else [], [])
+        named_values, part_relations = (
+            _split_chain(sides, operators) if operators else ([(name, part)] if name else [], [])
+        )
         if not operators and not name:
-            rest = [Relation(part, "", "")]
-        relations += rest
-        for name, value in named:
+            part_relations = [Relation(part, "", "")]
+        relations += part_relations
+        for name, value in named_values:
             values[name] = (*values.get(name, ()), value)
             if (match := _NAME.fullmatch(sides[0])) and match["word"]:
                 words.add(name)
@@ -184,7 +189,7 @@ def read_relations(text: str) -> ParsedAnswer | None:
         if len(rows) == len(values[key]) and all(len(row) == len(names) for row in rows):
             del values[key]
             values |= {name: tuple(row[i] for row in rows) for i, name in enumerate(names)}
-    if not related:
+    if not has_operators:
         return None
     return ParsedAnswer(text, values, tuple(relations), frozenset(words), tuple(constants))
 
@@ -192,31 +197,33 @@ def read_relations(text: str) -> ParsedAnswer | None:
 def _split_chain(sides: list[str], operators: list[str]) -> tuple[list[tuple[str, str]], list[Relation]]:
     """Split a chain into named values and other relations."""
     if "~" in operators:  # 1/3 = x ~ 0.33
-        at = operators.index("~")
-        if at == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236
+        index = operators.index("~")
+        if index == 0 and is_constant(sides[0]):  # \sqrt{5} ~ 2.236
             return [("=", sides[0])], []
-        at = max(1, at)
-        sides, operators = sides[: at + 1], ["=" if one == "~" else one for one in operators[:at]]
+        index = max(1, index)
+        sides, operators = sides[: index + 1], ["=" if one == "~" else one for one in operators[:index]]
     relations = [Relation(*one) for one in zip(sides, operators, sides[1:], strict=False)]
     if set(operators) != {"="}:
         return [], relations
-    first, last = sides[0], sides[-1]
-    name, named = _read_name(first), is_constant(last)
-    if named and len(sides) > 2 and all(map(_read_name, sides[:-1])):  # x = y = 3
-        return [(_read_name(side), last) for side in sides[:-1]], []
+    first_side, last_side = sides[0], sides[-1]
+    name, ends_in_constant = _read_name(first_side), is_constant(last_side)
+    if ends_in_constant and len(sides) > 2 and all(map(_read_name, sides[:-1])):  # x = y = 3
+        return [(_read_name(side), last_side) for side in sides[:-1]], []
     # y = 2(x + 1) = 2x + 2 is one value; x = y/2 = z/3 is a line.
-    one_value = (
-        len(sides) == 2 or named or all(_find_symbols(side) == _find_symbols(last) for side in sides[1:-1])
+    has_one_value = (
+        len(sides) == 2
+        or ends_in_constant
+        or all(_find_symbols(side) == _find_symbols(last_side) for side in sides[1:-1])
     )
-    its_own = _find_symbols(first if first[:1] == "(" else first.partition("(")[0])
-    if name and one_value and not its_own & _find_symbols(last):
-        return [(name, last)], []
-    if len(sides) == 2 and is_constant(first) and _read_name(last):
-        return [(_read_name(last), first)], []
+    name_symbols = _find_symbols(first_side if first_side[:1] == "(" else first_side.partition("(")[0])
+    if name and has_one_value and not name_symbols & _find_symbols(last_side):
+        return [(name, last_side)], []
+    if len(sides) == 2 and is_constant(first_side) and _read_name(last_side):
+        return [(_read_name(last_side), first_side)], []
     if all(map(is_constant, sides)):  # 2 + 2 = 4
-        return [("=", last)], []
+        return [("=", last_side)], []
     if all(map(is_constant, sides[1:])):  # m + n = 3 + 4 = 7
-        return [], [Relation(first, "=", last)]
+        return [], [Relation(first_side, "=", last_side)]
     return [], relations
 
 
@@ -246,13 +253,13 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 def pieces(text: str, separator: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
     """Yield start, end and following separator of each piece."""
-    depth = start = at = 0
-    while at < len(text):
-        if depth <= 0 and (found := separator.match(text, at)):
-            yield start, at, found[0]
-            start = at = found.end()
+    depth = start = position = 0
+    while position < len(text):
+        if depth <= 0 and (match := separator.match(text, position)):
+            yield start, position, match[0]
+            start = position = match.end()
             continue
-        depth += text[at] in "([{" or text.startswith("\\begin{", at)
-        depth -= text[at] in ")]}" or text.startswith("\\end{", at)
-        at += 2 if text.startswith("\\\\", at) else 1
+        depth += text[position] in "([{" or text.startswith("\\begin{", position)
+        depth -= text[position] in ")]}" or text.startswith("\\end{", position)
+        position += 2 if text.startswith("\\\\", position) else 1
     yield start, len(text), ""

@@ -81,34 +81,36 @@ def verify_math(response: str, answer: str) -> Judgement:
     """Compare final answers by the rules of docs/verifiers.md."""
     answer = plain(all_boxed(answer) or answer)
     gold = read_relations(answer) if is_plausible(answer) else None
-    found = _final_answer(response, answer, is_relation=gold is not None)
-    if found is None:
+    final_answer = _final_answer(response, answer, is_relation=gold is not None)
+    if final_answer is None:
         return Judgement(False)
     if choice := _CHOICE.fullmatch(answer.strip(" $*")):
-        label = _find_label(found)
+        label = _find_label(final_answer)
         if label is not None:
             return Judgement(label == choice[1], label)
-    found = plain(found)
-    mine = read_relations(found) if is_plausible(found) else None
-    if mine is not None and _contradicts_itself(mine):
-        return Judgement(text_form(answer) == text_form(found) != "", _vote_text(found))
-    if gold is not None and mine is not None:
-        correct = _same_answer(gold, mine) or (
-            mine.value is not None and not gold.values and _matches_values(gold, mine.value)
+    final_answer = plain(final_answer)
+    prediction = read_relations(final_answer) if is_plausible(final_answer) else None
+    if prediction is not None and _contradicts_itself(prediction):
+        return Judgement(text_form(answer) == text_form(final_answer) != "", _vote_text(final_answer))
+    if gold is not None and prediction is not None:
+        correct = _same_answer(gold, prediction) or (
+            prediction.value is not None and not gold.values and _matches_values(gold, prediction.value)
         )
     elif gold is not None:
-        correct = _matches_values(gold, found)
+        correct = _matches_values(gold, final_answer)
     else:
-        correct = _equal(answer, (mine.last if mine else None) or found)
-    value = (mine.value if gold else mine.last) if mine else None
-    return Judgement(correct or text_form(answer) == text_form(found) != "", _vote_text(value or found))
+        correct = _equal(answer, (prediction.last if prediction else None) or final_answer)
+    value = (prediction.value if gold else prediction.last) if prediction else None
+    return Judgement(
+        correct or text_form(answer) == text_form(final_answer) != "", _vote_text(value or final_answer)
+    )
 
 
 def _contradicts_itself(answer: ParsedAnswer) -> bool:
     """Return whether a chain has different values: `x = 5 = 4`."""
-    for first, *others in filter(None, answer.constants):
-        for other in others:
-            if _is_readable(first) and _is_readable(other) and not _equal(first, other):
+    for first_side, *other_sides in filter(None, answer.constants):
+        for side in other_sides:
+            if _is_readable(first_side) and _is_readable(side) and not _equal(first_side, side):
                 return True
     return False
 
@@ -121,12 +123,12 @@ def _is_readable(text: str) -> bool:
 def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | None:
     """Return None if it is absent or cut off."""
     text = final_part(response)
-    _, tag, tagged = text.rpartition("<answer>")
-    tagged, end, after = tagged.partition("</answer>")
-    if tag and not end:
+    _, tag, tag_content = text.rpartition("<answer>")
+    tag_content, end_tag, text_after = tag_content.partition("</answer>")
+    if tag and not end_tag:
         return None
-    if tag and find_answer(after) is None:
-        text = tagged
+    if tag and find_answer(text_after) is None:
+        text = tag_content
     if line := find_answer(text):
         if ends_in_open_box(line):
             return None
@@ -135,12 +137,15 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
         return None
     if (boxed := last_boxed(text)) is not None:
         return boxed
-    if tag and text is tagged:
-        return tagged.strip()
+    if tag and text is tag_content:
+        return tag_content.strip()
     # Of a relation, a number could be one side.
     patterns = (_FORMULAS,) if is_relation else (_FORMULAS, _NUMBERS)
     tail = text[-_TAIL:].replace("\\$", "")
-    return next((last for one in patterns for last in [one.findall(tail)[-1:]] if last), [None])[0]
+    return next(
+        (last_match for pattern in patterns for last_match in [pattern.findall(tail)[-1:]] if last_match),
+        [None],
+    )[0]
 
 
 def _find_label(found: str) -> str | None:
@@ -153,8 +158,10 @@ def _find_label(found: str) -> str | None:
 
 
 def _without_exclamation(line: str, answer: str) -> str:
-    text, ends = line.rstrip("!. "), line.rstrip(". ").endswith("!")
-    return text if ends and _EXCLAIMED.fullmatch(text) and text_form(line) != text_form(answer) else line
+    text, is_exclaimed = line.rstrip("!. "), line.rstrip(". ").endswith("!")
+    return (
+        text if is_exclaimed and _EXCLAIMED.fullmatch(text) and text_form(line) != text_form(answer) else line
+    )
 
 
 def _vote_text(found: str) -> str | None:
@@ -167,8 +174,8 @@ def _vote_text(found: str) -> str | None:
 
 def _canonical_text(parsed: Basic | MatrixBase) -> str | None:
     """Format the value for votes."""
-    exact = attempt(rational, parsed)
-    text = attempt(str, parsed if exact is None else exact)
+    rational_value = attempt(rational, parsed)
+    text = attempt(str, parsed if rational_value is None else rational_value)
     return None if text is None else normalise(text)
 
 
@@ -177,31 +184,38 @@ def _equal(answer: str, found: str) -> bool:
     if numbers[0] and numbers[1]:
         # The parser is much slower.
         return equal_numbers(*numbers[0], *numbers[1])
-    gold, mine = read_notation(answer), read_notation(without_prose(found))
-    if mine.text != "" and gold.text in (mine.text, text_form(found)):
+    gold, prediction = read_notation(answer), read_notation(without_prose(found))
+    if prediction.text != "" and gold.text in (prediction.text, text_form(found)):
         return True
-    if not gold.formula or not mine.formula or gold.has_other_words(mine) or (gold.is_word and mine.is_word):
+    if (
+        not gold.formula
+        or not prediction.formula
+        or gold.has_other_words(prediction)
+        or (gold.is_word and prediction.is_word)
+    ):
         return False
-    if _equal_formulas(gold.formula, mine.formula):
+    if _equal_formulas(gold.formula, prediction.formula):
         return True
     # 50% is 50, and it is 0.5.
-    pair = [
-        f"\\frac{{{one.formula}}}{{100}}" if one.percent and not other.percent else one.formula
-        for one, other in ((gold, mine), (mine, gold))
+    formulas = [
+        f"\\frac{{{notation.formula}}}{{100}}"
+        if notation.percent and not other_notation.percent
+        else notation.formula
+        for notation, other_notation in ((gold, prediction), (prediction, gold))
     ]
-    return gold.percent != mine.percent and _equal_formulas(*pair)
+    return gold.percent != prediction.percent and _equal_formulas(*formulas)
 
 
 def _equal_formulas(gold: str, mine: str) -> bool:
-    pair = _parse(gold), _parse(mine)
-    if pair[0] is None or pair[1] is None:
+    values = _parse(gold), _parse(mine)
+    if values[0] is None or values[1] is None:
         return False
-    for text, value, other in ((gold, *pair), (mine, *pair[::-1])):
+    for formula, value, other_value in ((gold, *values), (mine, *values[::-1])):
         # The parser reads `1, 2` as a set, and pairs as open intervals.
-        is_set = isinstance(value, sympy.FiniteSet) and text.startswith(("\\{", "{", "\\lbrace"))
-        if is_set and isinstance(other, sympy.Tuple | sympy.Interval):
+        is_set = isinstance(value, sympy.FiniteSet) and formula.startswith(("\\{", "{", "\\lbrace"))
+        if is_set and isinstance(other_value, sympy.Tuple | sympy.Interval):
             return False
-    return bool(attempt(equal, *pair))
+    return bool(attempt(equal, *values))
 
 
 @lru_cache(maxsize=1024)
@@ -217,7 +231,7 @@ def _matches_values(gold: ParsedAnswer, found: str) -> bool:
     """Return whether `found` is the reference's values, in order and without names."""
     if gold.relations:
         # An interval can answer an inequality; a side cannot answer an equation.
-        inequalities = all(one.operator in ("<", "<=", ">", ">=") for one in gold.relations)
+        inequalities = all(relation.operator in ("<", "<=", ">", ">=") for relation in gold.relations)
         return inequalities and not gold.values and _equal(gold.text, found)
     if gold.value is not None:
         return _equal(gold.value, found)
@@ -225,33 +239,35 @@ def _matches_values(gold: ParsedAnswer, found: str) -> bool:
     if len(rows) > 1:  # p = 5, q = 2; p = 7, q = 2
         return _equal(format_tuples(rows), found)
     found = found.replace("\\left", "").replace("\\right", "").strip("$ ")
-    bracketed = found.startswith("(") and found.endswith(")") and found.count("(") == 1
-    mine = split(found[1:-1] if bracketed else found, _COMMA)
-    return bool(rows) and len(mine) == len(rows[0]) and all(map(_equal, rows[0], mine))
+    is_bracketed = found.startswith("(") and found.endswith(")") and found.count("(") == 1
+    values = split(found[1:-1] if is_bracketed else found, _COMMA)
+    return bool(rows) and len(values) == len(rows[0]) and all(map(_equal, rows[0], values))
 
 
 def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
-    named_otherwise = gold.words | mine.words or "=" in (*gold.values, *mine.values)
-    if gold.value is not None and mine.value is not None and named_otherwise:
+    names_may_differ = gold.words | mine.words or "=" in (*gold.values, *mine.values)
+    if gold.value is not None and mine.value is not None and names_may_differ:
         return _equal(gold.value, mine.value)
-    theirs, ours = list(gold.relations), list(mine.relations)
+    gold_relations, predicted_relations = list(gold.relations), list(mine.relations)
     if len(gold.rows) > 1 and len(gold.values) > 1:
         columns = ([one.values.get(name, ()) for name in gold.values] for one in (gold, mine))
-        rows = [format_tuples(zip(*columns_of_one, strict=False)) for columns_of_one in columns]
+        rows = [format_tuples(zip(*answer_columns, strict=False)) for answer_columns in columns]
         if len(mine.values) != len(gold.values) or len(mine.rows) != len(gold.rows) or not _equal(*rows):
             return False
     for name in dict.fromkeys((*gold.values, *mine.values)):
-        wanted, given = gold.values.get(name, ()), mine.values.get(name, ())
-        if not (wanted and given and _equal(", ".join(wanted), ", ".join(given))):
-            theirs += [Relation(name, "=", value) for value in wanted]
-            ours += [Relation(name, "=", value) for value in given]
-    if len(theirs) != len(ours):
+        gold_values, predicted_values = gold.values.get(name, ()), mine.values.get(name, ())
+        if not (
+            gold_values and predicted_values and _equal(", ".join(gold_values), ", ".join(predicted_values))
+        ):
+            gold_relations += [Relation(name, "=", value) for value in gold_values]
+            predicted_relations += [Relation(name, "=", value) for value in predicted_values]
+    if len(gold_relations) != len(predicted_relations):
         return False
-    for relation in theirs:
-        match = next((one for one in ours if _same_relation(relation, one)), None)
+    for relation in gold_relations:
+        match = next((one for one in predicted_relations if _same_relation(relation, one)), None)
         if match is None:
             return False
-        ours.remove(match)
+        predicted_relations.remove(match)
     return True
 
 
@@ -263,7 +279,10 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
         return False
     ratio = attempt(_find_ratio, gold, mine)
     if ratio is None:
-        forms = [(one.operator, text_form(one.left), text_form(one.right)) for one in (gold, mine)]
+        forms = [
+            (relation.operator, text_form(relation.left), text_form(relation.right))
+            for relation in (gold, mine)
+        ]
         return forms[0] == forms[1]
     return mine.operator == (_MIRRORED.get(gold.operator) if ratio < 0 else gold.operator)
 
@@ -294,20 +313,26 @@ def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
     a, b = _subtract_sides(gold), _subtract_sides(mine)
     if a is None or b is None:
         return None
-    draw = random.Random(0)
+    rng = random.Random(0)
     case = symbol_case(a, b)
-    names = sorted({case(symbol.name) for one in (a, b) for symbol in one.free_symbols})
-    first = None
-    points = [near_point(names, draw, _DIGITS) for _ in range(_POINTS)]
-    for point in [*points, *(far_points(names, draw, _DIGITS, (a, b)) if names else ())]:
-        below, above = (
-            one.evalf(_DIGITS, subs={symbol: point[case(symbol.name)] for symbol in one.free_symbols})
-            for one in (a, b)
+    names = sorted({case(symbol.name) for expression in (a, b) for symbol in expression.free_symbols})
+    first_ratio = None
+    points = [near_point(names, rng, _DIGITS) for _ in range(_POINTS)]
+    for point in [*points, *(far_points(names, rng, _DIGITS, (a, b)) if names else ())]:
+        denominator, numerator = (
+            expression.evalf(
+                _DIGITS, subs={symbol: point[case(symbol.name)] for symbol in expression.free_symbols}
+            )
+            for expression in (a, b)
         )
-        if not (below.is_number and above.is_number) or abs(below) < 1e-20 or abs(above) < 1e-20:
+        if (
+            not (denominator.is_number and numerator.is_number)
+            or abs(denominator) < 1e-20
+            or abs(numerator) < 1e-20
+        ):
             return None
-        ratio = above / below
-        first = ratio if first is None else first
-        if not abs(ratio / first - 1) < 10.0 ** (15 - _DIGITS):
+        ratio = numerator / denominator
+        first_ratio = ratio if first_ratio is None else first_ratio
+        if not abs(ratio / first_ratio - 1) < 10.0 ** (15 - _DIGITS):
             return None
-    return first if first is not None and first.is_real else None
+    return first_ratio if first_ratio is not None and first_ratio.is_real else None

@@ -55,12 +55,12 @@ class _Parser(Latex2Sympy):
 
     def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
         """Multiply `(2)(3)`, which the parent reads as a mixed number, 5."""
-        first = self.convert_postfix(arr[i])
-        if isinstance(first, list) or i == len(arr) - 1:
+        left = self.convert_postfix(arr[i])
+        if isinstance(left, list) or i == len(arr) - 1:
             return super().convert_postfix_list(arr, i)
-        rest = self.convert_postfix_list(arr, i + 1)
-        matrices = getattr(first, "is_Matrix", False) or getattr(rest, "is_Matrix", False)
-        return self.mat_mul_flat(first, rest) if matrices else self.mul_flat(first, rest)
+        right = self.convert_postfix_list(arr, i + 1)
+        has_matrix = getattr(left, "is_Matrix", False) or getattr(right, "is_Matrix", False)
+        return self.mat_mul_flat(left, right) if has_matrix else self.mul_flat(left, right)
 
     def convert_postfix(self, postfix: Any) -> Any:
         value = super().convert_postfix(postfix)
@@ -81,20 +81,20 @@ class _Parser(Latex2Sympy):
 
     def convert_interval(self, expr: Any) -> Any:
         """Refuse ends that are equal roots in different forms, which sympy compares slowly."""
-        ends = [self.convert_expr(one) for one in expr.expr()]
-        names = sorted({symbol.name for one in ends for symbol in one.free_symbols})
+        ends = [self.convert_expr(end) for end in expr.expr()]
+        names = sorted({symbol.name for end in ends for symbol in end.free_symbols})
         point = near_point(names, random.Random(0), _GUARD_DIGITS)
-        for one in ends:
-            _check_size(one)
-        values = [attempt(_evaluate, one, point, str, _GUARD_DIGITS, False) for one in ends]
+        for end in ends:
+            _check_size(end)
+        values = [attempt(_evaluate, end, point, str, _GUARD_DIGITS, False) for end in ends]
         are_exact = isinstance(values[0], Rational) and isinstance(values[1], Rational)
         if None not in values and not are_exact and _close(values[0], values[1], _GUARD_DIGITS):
             raise Unreadable
         return super().convert_interval(expr)
 
     def convert_binom(self, binom: Any) -> Any:
-        above, below = self.convert_expr(binom.upper), self.convert_expr(binom.lower)
-        return sympy.binomial(above, below, evaluate=False)
+        upper, lower = self.convert_expr(binom.upper), self.convert_expr(binom.lower)
+        return sympy.binomial(upper, lower, evaluate=False)
 
     def convert_func(self, func: Any) -> Any:
         if func.FUNC_SQRT() and func.root:
@@ -102,10 +102,10 @@ class _Parser(Latex2Sympy):
         return super().convert_func(func)
 
     def handle_gcd_lcm(self, f: str, args: Any) -> Any:
-        for one in args:
-            if one.free_symbols:  # sympy returns 1
+        for argument in args:
+            if argument.free_symbols:  # sympy returns 1
                 raise Unreadable
-            _check_size(one)
+            _check_size(argument)
         return super().handle_gcd_lcm(f, args)
 
 
@@ -140,20 +140,24 @@ def is_undone(value: Basic | MatrixBase) -> bool:
 def _equal(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
     lists = [_list_entries(one) for one in (gold, mine)]
     if isinstance(gold, Interval) and isinstance(mine, Interval):
-        ends = gold.left_open == mine.left_open and gold.right_open == mine.right_open
-        return ends and _equal(gold.start, mine.start) and _equal(gold.end, mine.end)
+        are_equally_open = gold.left_open == mine.left_open and gold.right_open == mine.right_open
+        return are_equally_open and _equal(gold.start, mine.start) and _equal(gold.end, mine.end)
     if isinstance(gold, MatrixBase) and isinstance(mine, MatrixBase):
         return gold.shape == mine.shape and all(map(_equal, gold.flat(), mine.flat()))
     if isinstance(gold, Expr) and isinstance(mine, Expr) and not _has_matrix(gold, mine):
         return _equal_expressions(gold, mine)
-    ours, theirs = lists
-    if ours is not None and theirs is not None:
-        both_sets = isinstance(gold, sympy.FiniteSet) and isinstance(mine, sympy.FiniteSet)
-        both_sets |= isinstance(gold, sympy.Union) and isinstance(mine, sympy.Union)
-        if both_sets:
-            return _contains_all(ours, theirs) and _contains_all(theirs, ours)
-        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
-    for one, other in ((ours, mine), (theirs, gold)):  # {5} and 5
+    gold_entries, predicted_entries = lists
+    if gold_entries is not None and predicted_entries is not None:
+        are_sets = isinstance(gold, sympy.FiniteSet) and isinstance(mine, sympy.FiniteSet)
+        are_sets |= isinstance(gold, sympy.Union) and isinstance(mine, sympy.Union)
+        if are_sets:
+            return _contains_all(gold_entries, predicted_entries) and _contains_all(
+                predicted_entries, gold_entries
+            )
+        return len(gold_entries) == len(predicted_entries) and all(
+            map(_equal, gold_entries, predicted_entries)
+        )
+    for one, other in ((gold_entries, mine), (predicted_entries, gold)):  # {5} and 5
         if one is not None and len(one) == 1 and isinstance(other, Expr):
             return isinstance(one[0], Expr) and _equal_expressions(one[0], other)
     if isinstance(gold, Expr) or isinstance(mine, Expr):
@@ -166,7 +170,7 @@ def _verify(gold: Basic | MatrixBase, mine: Basic | MatrixBase) -> bool:
 
 
 def _has_matrix(*values: Basic) -> bool:
-    return any(isinstance(one, Basic) and one.has(sympy.MatrixBase, sympy.MatrixExpr) for one in values)
+    return any(isinstance(value, Basic) and value.has(sympy.MatrixBase, sympy.MatrixExpr) for value in values)
 
 
 def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
@@ -181,7 +185,7 @@ def _list_entries(value: Basic | MatrixBase) -> list[Any] | None:
 
 
 def _contains_all(entries: list[Any], wanted: list[Any]) -> bool:
-    return all(any(_equal(one, other) for other in entries) for one in wanted)
+    return all(any(_equal(value, entry) for entry in entries) for value in wanted)
 
 
 def _equal_expressions(gold: Expr, mine: Expr) -> bool:
@@ -190,46 +194,53 @@ def _equal_expressions(gold: Expr, mine: Expr) -> bool:
     `\sqrt{L}/\sqrt{g}` equals `\sqrt{L/g}`; `\sqrt{x^2}` is not `x`."""
     if gold == mine:
         return not gold.has(sympy.nan, sympy.zoo)
-    infinite = [one.has(sympy.oo, sympy.zoo, sympy.nan) for one in (gold, mine)]
-    if any(infinite):
-        return all(infinite) and gold.doit() == mine.doit() != sympy.nan
-    exact = not (gold.has(Float) or mine.has(Float))
+    are_infinite = [expression.has(sympy.oo, sympy.zoo, sympy.nan) for expression in (gold, mine)]
+    if any(are_infinite):
+        return all(are_infinite) and gold.doit() == mine.doit() != sympy.nan
+    is_exact = not (gold.has(Float) or mine.has(Float))
     digits = _GUARD_DIGITS + int(2 * max(_check_size(gold), _check_size(mine)))
-    slow = any(_has_gamma(one) or has_bend(one) for one in (gold, mine))
-    if digits > _SLOW_DIGITS and slow:
+    is_slow = any(_has_gamma(expression) or has_bend(expression) for expression in (gold, mine))
+    if digits > _SLOW_DIGITS and is_slow:
         return False
     gold, mine = map(_plain_symbols, (gold, mine))
-    names = sorted({symbol.name for one in (gold, mine) for symbol in one.free_symbols})
+    names = sorted({symbol.name for expression in (gold, mine) for symbol in expression.free_symbols})
     case = symbol_case(gold, mine)
     if not names:
-        pair = [attempt(_evaluate, one, {}, case, digits, False) for one in (gold, mine)]
-        return None not in pair and _close(pair[0], pair[1], digits, exact)
-    found = list(_evaluate_both(gold, mine, sorted(set(map(case, names))), case, digits))
-    return len(found) >= _ENOUGH and all(_close(a, b, digits) for a, b in found)
+        values = [attempt(_evaluate, expression, {}, case, digits, False) for expression in (gold, mine)]
+        return None not in values and _close(values[0], values[1], digits, is_exact)
+    value_pairs = list(_evaluate_both(gold, mine, sorted(set(map(case, names))), case, digits))
+    return len(value_pairs) >= _ENOUGH and all(_close(a, b, digits) for a, b in value_pairs)
 
 
 def _evaluate_both(
     gold: Expr, mine: Expr, names: Sequence[str], case: Callable[[str], str], digits: int
 ) -> Iterator[tuple[Expr, Expr]]:
     """Yield values at random points where both are real, else at positive points."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     signs = [(1, 1)] * _ENOUGH + [(-1, 1)] * (_TRIES - _ENOUGH)
-    near = (near_point(names, draw, digits, pair) for pair in signs)
-    far = iter(far_points(names, draw, digits, (gold, mine)))
-    positive = (near_point(names, draw, digits, (1, 1)) for _ in range(_ENOUGH))
+    near_points = (near_point(names, rng, digits, pair) for pair in signs)
+    distant_points = iter(far_points(names, rng, digits, (gold, mine)))
+    positive_points = (near_point(names, rng, digits, (1, 1)) for _ in range(_ENOUGH))
     count = 0
-    for points, real, most in ((near, True, _POINTS), (far, True, inf), (positive, False, inf)):
-        if count and not real:
+    for points, require_real, max_count in (
+        (near_points, True, _POINTS),
+        (distant_points, True, inf),
+        (positive_points, False, inf),
+    ):
+        if count and not require_real:
             return
         for point in points:
-            pair = [attempt(_evaluate, one, point, case, digits, real) for one in (gold, mine)]
+            pair = [
+                attempt(_evaluate, expression, point, case, digits, require_real)
+                for expression in (gold, mine)
+            ]
             if pair[0] is None or pair[1] is None:
                 continue
             count += 1
             yield pair[0], pair[1]
             if not _close(pair[0], pair[1], digits):
                 return
-            if count == most:
+            if count == max_count:
                 break
 
 
@@ -245,49 +256,58 @@ def far_points(
     r"""Return points around constants and at larger scales for bends like `|x - 4|`."""
     if not any(map(has_bend, expressions)):
         return []
-    nodes = (node for one in expressions for node in sympy.preorder_traversal(one) if not node.free_symbols)
-    found = (attempt(_evaluate, node, {}, str, digits, True) for node in nodes)
-    constants = sorted({abs(value) for value in found if value is not None})[-_CONSTANTS:]
+    nodes = (
+        node
+        for expression in expressions
+        for node in sympy.preorder_traversal(expression)
+        if not node.free_symbols
+    )
+    values = (attempt(_evaluate, node, {}, str, digits, True) for node in nodes)
+    constants = sorted({abs(value) for value in values if value is not None})[-_CONSTANTS:]
     scales = [*_SCALES, *(scale * constants[-1] for scale in _SCALES if constants)]
     sizes = [scale * draw.uniform(_SMALLEST, _LARGEST) for scale in scales]
     for constant in constants:
         offset = draw.uniform(_SMALLEST, 1)
         sizes += [abs(constant - offset), constant + offset]
     points = []
-    for at, value in enumerate(sign * size for size in sizes for sign in (1, -1)):
+    for index, value in enumerate(sign * size for size in sizes for sign in (1, -1)):
         point = near_point(names, draw, digits)
-        others = {name: Float(draw.choice(sizes) * draw.choice((-1, 1)), digits) for name in names}
-        point |= {name: other for name, other in others.items() if draw.random() < 0.5}
-        points.append(point | {names[at // 2 % len(names)]: Float(value, digits)})
+        far_point = {name: Float(draw.choice(sizes) * draw.choice((-1, 1)), digits) for name in names}
+        point |= {name: coordinate for name, coordinate in far_point.items() if draw.random() < 0.5}
+        points.append(point | {names[index // 2 % len(names)]: Float(value, digits)})
     return points
 
 
 def has_bend(expression: Expr) -> bool:
     """Return whether an expression may be piecewise, such as |x|."""
-    roots = any(
+    has_even_root = any(
         isinstance(power.exp, Rational) and power.exp.q % 2 == 0 and not power.base.is_Atom
         for power in expression.atoms(Pow)
         if power.free_symbols
     )
-    return roots or any(node.free_symbols for node in expression.atoms(*_BENT))
+    return has_even_root or any(node.free_symbols for node in expression.atoms(*_BENT))
 
 
 def _has_gamma(expression: Expr) -> bool:
     """Return whether a factorial, gamma function or binomial has a non-integer argument."""
-    found = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
-    return any(not one.is_Integer for function in found for one in function.args)
+    functions = expression.atoms(sympy.factorial, sympy.gamma, sympy.binomial)
+    return any(not argument.is_Integer for function in functions for argument in function.args)
 
 
 def _plain_symbols(expression: Expr) -> Expr:
     """Replace unknown functions f(x) by symbols."""
-    unknown = expression.atoms(AppliedUndef)
-    return expression.xreplace({one: Symbol(str(one)) for one in unknown}) if unknown else expression
+    functions = expression.atoms(AppliedUndef)
+    return (
+        expression.xreplace({function: Symbol(str(function)) for function in functions})
+        if functions
+        else expression
+    )
 
 
 def symbol_case(*expressions: Expr) -> Callable[[str], str]:
     """Return `str` if a letter occurs in both cases, else `str.lower`."""
-    for one in expressions:
-        names = {symbol.name for symbol in one.free_symbols}
+    for expression in expressions:
+        names = {symbol.name for symbol in expression.free_symbols}
         if len({name.lower() for name in names}) < len(names):
             return str
     return str.lower
@@ -305,7 +325,7 @@ def _evaluate(
         return Rational(str(node))
     if isinstance(node, Rational):
         return node
-    arguments = [_evaluate(one, point, case, digits, real) for one in node.args]
+    arguments = [_evaluate(argument, point, case, digits, real) for argument in node.args]
     if isinstance(node, sympy.UnevaluatedExpr):
         return arguments[0]
     value = node.func(*arguments) if arguments else node
@@ -333,8 +353,8 @@ def _close(a: Expr, b: Expr, digits: int, exact: bool = True) -> bool:
     scale = max(abs(a), abs(b))
     if exact:
         return bool(abs(a - b) <= scale * Float(10, digits) ** (_LOST_DIGITS - digits))
-    places = all(_six_places(part(a)) == _six_places(part(b)) for part in (sympy.re, sympy.im))
-    return places and bool(abs(a - b) * 1000 <= scale)
+    have_same_places = all(_six_places(part(a)) == _six_places(part(b)) for part in (sympy.re, sympy.im))
+    return have_same_places and bool(abs(a - b) * 1000 <= scale)
 
 
 def equal_numbers(p: Fraction, p_is_decimal: bool, q: Fraction, q_is_decimal: bool) -> bool:
@@ -375,26 +395,26 @@ def _estimate_digits(node: Any) -> float:
         return max(_digits(node.p), _digits(node.q))
     arguments = node.flat() if isinstance(node, MatrixBase) else node.args
     sizes = [_check_size(one) for one in arguments]
-    most = max(sizes, default=1.0)
+    max_digits = max(sizes, default=1.0)
     if isinstance(node, Pow):
-        base, exponent = max(sizes[0], 1.0), node.exp
+        base_digits, exponent = max(sizes[0], 1.0), node.exp
         if not isinstance(exponent, Rational | Float):
-            return base * _magnitude(sizes[1])
-        if base * Rational(str(exponent)).q > _MAX_ROOT_DIGITS:
+            return base_digits * _magnitude(sizes[1])
+        if base_digits * Rational(str(exponent)).q > _MAX_ROOT_DIGITS:
             return inf
-        return base * abs(float(exponent))
+        return base_digits * abs(float(exponent))
     if isinstance(node, sympy.exp | sympy.sinh | sympy.cosh | sympy.tanh):
-        return max(most, _magnitude(most))
+        return max(max_digits, _magnitude(max_digits))
     if isinstance(node, sympy.factorial | sympy.gamma):
-        return max(most, most * _magnitude(most))
+        return max(max_digits, max_digits * _magnitude(max_digits))
     if isinstance(node, sympy.binomial):
-        above = sizes[0]
+        upper_digits = sizes[0]
         steps = abs(node.args[1].p) if isinstance(node.args[1], Integer) else inf
-        return max(most, min(_magnitude(above), steps * max(above, 1.0)))
+        return max(max_digits, min(_magnitude(upper_digits), steps * max(upper_digits, 1.0)))
     if isinstance(node, sympy.Sum | sympy.Product):
         lengths = [upper - lower for _, lower, upper in node.limits]
-        return max(most, most * max((int(one) for one in lengths if one.is_Integer), default=1))
-    return sum(sizes) if isinstance(node, sympy.Mul) else most + log10(len(sizes) or 1)
+        return max(max_digits, max_digits * max((int(one) for one in lengths if one.is_Integer), default=1))
+    return sum(sizes) if isinstance(node, sympy.Mul) else max_digits + log10(len(sizes) or 1)
 
 
 def _magnitude(size: float) -> float:

@@ -37,13 +37,13 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 def opening_tokens(tokenizer: Any, variables: Mapping[str, Any] = EMPTY) -> tuple[int, ...]:
     """Return the first token of all conversations. Raises ConfigError if it differs."""
     chat, user = ChatTurns(tokenizer, variables=variables), {"role": "user", "content": "Why?"}
-    first = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
+    first_tokens = [chat.first([user])[:1], chat.first([{"role": "user", "content": "1 + 1"}])[:1]]
     with suppress(ValueError):  # some templates refuse system messages
-        first.append(chat.first([{"role": "system", "content": "Be brief."}, user])[:1])
-    if len(set(first)) > 1 or not first[0]:
+        first_tokens.append(chat.first([{"role": "system", "content": "Be brief."}, user])[:1])
+    if len(set(first_tokens)) > 1 or not first_tokens[0]:
         what = "starts conversations with different tokens, so an agent's conversations share no prompt"
         raise ConfigError(f"data.template: the chat template {what} (let it start with a special token)")
-    return first[0]
+    return first_tokens[0]
 
 
 def check_template(
@@ -77,12 +77,14 @@ def check_template(
 
 def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
     for schema in chat.tools:  # do not trust an MCP server's schemas
-        if chat.named and (found := chat.named.search(json.dumps(schema, ensure_ascii=False))):
+        if chat.named and (match := chat.named.search(json.dumps(schema, ensure_ascii=False))):
             name = schema.get("function", schema).get("name")
-            what = f"tool {name!r}: {found[0]} in its schema would be read as a control token"
+            what = f"tool {name!r}: {match[0]} in its schema would be read as a control token"
             raise ConfigError(f"rollout.tools, or an agent's: {what} (reword it, or leave the tool out)")
-    asked = [{"role": "user", "content": "question 0"}]
-    if chat.tools and chat.render(asked) == ChatTurns(chat.tokenizer, variables=chat.variables).render(asked):
+    messages = [{"role": "user", "content": "question 0"}]
+    if chat.tools and chat.render(messages) == ChatTurns(chat.tokenizer, variables=chat.variables).render(
+        messages
+    ):
         what = "does not show tools to the policy"
         raise ConfigError(f"data.template: the chat template {what} (use one that renders `tools`)")
     # A template with a case for thoughts may write empty ones.
@@ -95,30 +97,46 @@ def _check_conversations(chat: ChatTurns, shown: Collection[str]) -> None:
 def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
     messages: list[Message] = [{"role": "user", "content": "question 0"}]
     text = chat.render(messages)
-    _, opens, opened = text[len(chat.render(messages, generate=False)) :].partition("<think>")
-    opened = opens + opened  # thoughts that the template starts for the policy
+    _, think_tag, opening = text[len(chat.render(messages, generate=False)) :].partition("<think>")
+    opening = think_tag + opening  # thoughts that the template starts for the policy
     for turn in range(1, 5):
-        thought = f"{'' if opened else '<think>'}\nthought {turn}\n</think>\n\n" if thinks else ""
-        written = f"{'' if '</think>' in opened else thought}answer {turn}"
-        assistant = {"role": "assistant", "content": opened + written}
-        new: list[Message] = [{"role": role, "content": f"shown {turn}"}]
+        thought = f"{'' if opening else '<think>'}\nthought {turn}\n</think>\n\n" if thinks else ""
+        answer = f"{'' if '</think>' in opening else thought}answer {turn}"
+        assistant = {"role": "assistant", "content": opening + answer}
+        new_messages: list[Message] = [{"role": role, "content": f"shown {turn}"}]
         if role == "tool":
-            new = [{**new[0], "name": "f", "tool_call_id": f"call{turn}{i:04}"} for i in range(2)]
-        text += written + chat.text_behind(new)
-        messages += [assistant, *new]
-        now = chat.render(messages)
-        letters = [[i for i, letter in enumerate(one) if not letter.isspace()] for one in (text, now)]
-        pairs = zip_longest(*letters)
-        differs = ((i, j) for i, j in pairs if i is None or j is None or text[i] != now[j])
-        for at, then in differs:
-            at, then = len(text) if at is None else at, len(now) if then is None else then
+            new_messages = [
+                {**new_messages[0], "name": "f", "tool_call_id": f"call{turn}{i:04}"} for i in range(2)
+            ]
+        text += answer + chat.text_behind(new_messages)
+        messages += [assistant, *new_messages]
+        rendered_text = chat.render(messages)
+        letter_indices = [
+            [i for i, letter in enumerate(version) if not letter.isspace()]
+            for version in (text, rendered_text)
+        ]
+        pairs = zip_longest(*letter_indices)
+        differences = ((i, j) for i, j in pairs if i is None or j is None or text[i] != rendered_text[j])
+        for index, rendered_index in differences:
+            index, rendered_index = (
+                len(text) if index is None else index,
+                len(rendered_text) if rendered_index is None else rendered_index,
+            )
             starts = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
-            before = [i for start, i in starts if 0 <= start <= at]
-            where = f"{messages[before[-1]]['role']} message {before[-1]}" if before else "the beginning"
-            was, becomes = (one[max(0, k - 8) : k + 24] for one, k in ((text, at), (now, then)))
+            message_indices = [i for start, i in starts if 0 <= start <= index]
+            where = (
+                f"{messages[message_indices[-1]]['role']} message {message_indices[-1]}"
+                if message_indices
+                else "the beginning"
+            )
+            old_excerpt, new_excerpt = (
+                version[max(0, k - 8) : k + 24]
+                for version, k in ((text, index), (rendered_text, rendered_index))
+            )
             what = f"in a conversation of {len(messages)} messages, {where} changes"
             raise ConfigError(
-                f"data.template: the chat template rewrites history: {what}: {was!r} becomes {becomes!r} "
+                f"data.template: the chat template rewrites history: {what}: "
+                f"{old_excerpt!r} becomes {new_excerpt!r} "
                 "(change chat_template.jinja in the model's folder so that it only appends)"
             )
 
@@ -154,46 +172,46 @@ def parse_calls(tokens: Sequence[int], tokenizer: Any, form: str, prefix: str = 
             message = tokenizer.parse_response(list(tokens), prefix=prefix)
         except Exception as error:  # noqa: BLE001 (the policy's text may break the parser)
             return policy_text(tokenizer, tokens), [_failed(first_line(error))]
-        found = [one.get("function") for one in message.get("tool_calls") or ()]
-        return str(message.get("content") or ""), [_call(one) for one in found]
+        functions = [call_data.get("function") for call_data in message.get("tool_calls") or ()]
+        return str(message.get("content") or ""), [_call(call_data) for call_data in functions]
     text = policy_text(tokenizer, tokens)
     if form == "hermes":
         return _hermes_calls(text)
     assert form == "json"
     begin = _end_of_thoughts(text)
-    at, thoughts = _skip(_SPACE, text, begin), text[:begin].strip()
-    if not _JSON_CALL.match(text, at):
+    position, thoughts = _skip(_SPACE, text, begin), text[:begin].strip()
+    if not _JSON_CALL.match(text, position):
         return text, []
     calls: list[Call] = []
-    while (at := _skip(_SEPARATORS, text, at)) < len(text):
+    while (position := _skip(_SEPARATORS, text, position)) < len(text):
         try:
-            value, at = _JSON.raw_decode(text, at)
+            value, position = _JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             return thoughts, [*calls, _failed(f"not JSON: {error}")]
-        calls += [_call(one) for one in (value if isinstance(value, list) else [value])]
+        calls += [_call(call_data) for call_data in (value if isinstance(value, list) else [value])]
     return thoughts, calls
 
 
 def _hermes_calls(text: str) -> tuple[str, list[Call]]:
     """Parse `<tool_call>JSON</tool_call>`. A tag within JSON is text."""
     begin = _end_of_thoughts(text)
-    around, calls = [text[:begin]], list[Call]()
+    texts_around, calls = [text[:begin]], list[Call]()
     while (tag := text.find(_CALL_BEGINS, begin)) >= 0:
-        around.append(text[begin:tag])
-        behind = tag + len(_CALL_BEGINS)
+        texts_around.append(text[begin:tag])
+        position = tag + len(_CALL_BEGINS)
         try:
-            value, behind = _json_behind(text, tag)
-            behind = _skip(_SPACE, text, behind)
-            if behind < len(text) and not text.startswith((_CALL_ENDS, _CALL_BEGINS), behind):
+            value, position = _json_behind(text, tag)
+            position = _skip(_SPACE, text, position)
+            if position < len(text) and not text.startswith((_CALL_ENDS, _CALL_BEGINS), position):
                 raise ValueError("something follows it")
             calls.append(_call(value))
-            begin = behind + len(_CALL_ENDS) * text.startswith(_CALL_ENDS, behind)
+            begin = position + len(_CALL_ENDS) * text.startswith(_CALL_ENDS, position)
         except (ValueError, RecursionError) as error:
             calls.append(_failed(f"not JSON: {error}"))
-            end = text.find(_CALL_ENDS, behind)
+            end = text.find(_CALL_ENDS, position)
             begin = len(text) if end < 0 else end + len(_CALL_ENDS)
-    around.append(text[begin:])
-    return "\n".join(filter(None, map(str.strip, around))), calls
+    texts_around.append(text[begin:])
+    return "\n".join(filter(None, map(str.strip, texts_around))), calls
 
 
 def _end_of_thoughts(text: str) -> int:
@@ -213,8 +231,8 @@ def _json_behind(text: str, tag: int) -> tuple[Any, int]:
 
 
 def _skip(characters: re.Pattern[str], text: str, at: int) -> int:
-    found = characters.match(text, at)
-    return found.end() if found else at
+    match = characters.match(text, at)
+    return match.end() if match else at
 
 
 def _call(value: Any) -> Call:
@@ -239,13 +257,15 @@ def _failed(why: str, name: str = "") -> Call:
 
 def schemas(tools: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the schemas of functions and MCP servers' tools, by path. Raises ConfigError."""
-    by_path: dict[str, dict[str, Any]] = {}
+    schemas_by_path: dict[str, dict[str, Any]] = {}
     for path in tools:
-        by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
-    names = [one["function"]["name"] for one in by_path.values()]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"rollout.tools: several tools are named {', '.join(sorted(twice))} (rename one)")
-    return by_path
+        schemas_by_path |= list_tools(path) if path.startswith(MCP) else {path: build_schema(path)}
+    names = [schema["function"]["name"] for schema in schemas_by_path.values()]
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"rollout.tools: several tools are named {', '.join(sorted(duplicates))} (rename one)"
+        )
+    return schemas_by_path
 
 
 def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
@@ -256,19 +276,19 @@ def tool_calls(chat: ChatTurns, paths: Mapping[str, str]) -> EpisodeFunction:
     prefix = chat.text_behind([{"role": "user", "content": "?"}])
 
     async def episode(prompt: Prompt, policy: Policy) -> None:
-        for turns in count():
+        for turn_index in count():
             turn = await policy.generate()
             _, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
             if not calls or turn.finish == "length":  # perhaps a partial call
                 return
-            running = (_run(policy, paths, i, call) for i, call in enumerate(calls))
-            results = await asyncio.gather(*running, return_exceptions=True)
+            coroutines = (_run(policy, paths, i, call) for i, call in enumerate(calls))
+            results = await asyncio.gather(*coroutines, return_exceptions=True)
             messages: list[Message] = []
             for i, (call, result) in enumerate(zip(calls, results, strict=True)):
                 if isinstance(result, BaseException):
                     raise result
                 message = {"role": "tool", "name": call.name or "unknown"}
-                messages.append({**message, "tool_call_id": make_call_id(turns, i), "content": result})
+                messages.append({**message, "tool_call_id": make_call_id(turn_index, i), "content": result})
             policy.observe(chat.after(messages, turn.tokens))
 
     return episode
@@ -292,17 +312,17 @@ def play(chat: ChatTurns | None) -> EpisodeFunction:
 
     async def episode(prompt: Prompt, policy: Policy) -> Verdict:
         tokens: Sequence[int] = ()
-        done, shown = False, await policy.reset()
-        if shown in (prompt.question, prompt.text):
-            shown = ""
+        done, observation = False, await policy.reset()
+        if observation in (prompt.question, prompt.text):
+            observation = ""
         with suppress(EpisodeTruncated):
             while not done:
-                if shown:
-                    messages = [{"role": "user", "content": shown}]
-                    policy.observe(chat.after(messages, tokens) if chat else shown)
+                if observation:
+                    messages = [{"role": "user", "content": observation}]
+                    policy.observe(chat.after(messages, tokens) if chat else observation)
                 turn = await policy.generate()
                 tokens = turn.tokens
-                shown, reward, done = await policy.step(turn.text)
+                observation, reward, done = await policy.step(turn.text)
                 policy.reward(reward)
         return await policy.verdict()
 

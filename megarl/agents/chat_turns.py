@@ -19,46 +19,50 @@ class ChatTurns(ChatTemplate):
         """Return the tokens before the first turn. Raises ValueError if the template fails.
 
         Special tokens in contents become plain text."""
-        neutral, hidden, mark = self._neutral(messages)
-        return tuple(self._tokens(self.render(neutral), hidden, mark, first=True))
+        neutral_messages, control_texts, mark = self._neutral(messages)
+        return tuple(self._tokens(self.render(neutral_messages), control_texts, mark, first=True))
 
     def after(self, messages: Sequence[Message], ended_with: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that show `messages` after a turn, as `first` does.
 
         ended_with: that turn's tokens, whose end-of-turn or next start-of-turn token is not repeated."""
-        neutral, hidden, mark = self._neutral(messages)
-        tokens = self._tokens(self.text_behind(neutral, mark), hidden, mark)
-        last = list(ended_with[-1:])
-        if last and last[0] in (*end_tokens(self.tokenizer), self.end):
-            until = len(self.closing)
-            if until and tokens[:until] == self.closing:
-                tokens = tokens[until:]
-            elif tokens[:1] == last:
+        neutral_messages, control_texts, mark = self._neutral(messages)
+        tokens = self._tokens(self.text_behind(neutral_messages, mark), control_texts, mark)
+        last_token = list(ended_with[-1:])
+        if last_token and last_token[0] in (*end_tokens(self.tokenizer), self.end):
+            closing_length = len(self.closing)
+            if closing_length and tokens[:closing_length] == self.closing:
+                tokens = tokens[closing_length:]
+            elif tokens[:1] == last_token:
                 tokens = tokens[1:]
         return tuple(tokens)
 
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
         """Replace texts of control tokens; return messages, texts and delimiter."""
-        used = set(json.dumps(messages, ensure_ascii=False, default=str))
-        mark = next((character for character in map(chr, chain(*_MARKS)) if character not in used), None)
+        used_characters = set(json.dumps(messages, ensure_ascii=False, default=str))
+        mark = next(
+            (character for character in map(chr, chain(*_MARKS)) if character not in used_characters), None
+        )
         if mark is None:
             raise ValueError("the messages hold every character that could stand for a control token")
-        hidden: list[str] = []
+        control_texts: list[str] = []
 
         def hide(found: re.Match[str]) -> str:
-            hidden.append(found[0])
-            return f"{mark}{len(hidden) - 1}{mark}"
+            control_texts.append(found[0])
+            return f"{mark}{len(control_texts) - 1}{mark}"
 
-        def neutral(value: Any) -> Any:
+        def neutralise(value: Any) -> Any:
             if isinstance(value, str):  # an unpaired surrogate cannot be encoded
                 value = value.encode(errors="replace").decode()
                 return self.named.sub(hide, value) if self.named else value
             if isinstance(value, Mapping):
-                return {neutral(key): neutral(part) for key, part in value.items()}
-            return [neutral(part) for part in value] if isinstance(value, (list, tuple)) else value
+                return {neutralise(key): neutralise(part) for key, part in value.items()}
+            return [neutralise(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-        made = [{k: v if k in ("role", "type") else neutral(v) for k, v in m.items()} for m in messages]
-        return made, hidden, mark
+        neutral_messages = [
+            {k: v if k in ("role", "type") else neutralise(v) for k, v in m.items()} for m in messages
+        ]
+        return neutral_messages, control_texts, mark
 
     def _tokens(self, text: str, hidden: Sequence[str], mark: str, first: bool = False) -> list[int]:
         tokens: list[int] = []

@@ -130,12 +130,12 @@ class Endpoint:
         """Return a cached ChatTurns. Raises ConfigError for an unsuitable template."""
         key = json.dumps(tools, sort_keys=True)
         if key not in self._chats:
-            shown = ("tool", "user") if tools else ("user",)
-            check_template(self.tokenizer, tools, shown, self.stop, self.variables)
+            roles = ("tool", "user") if tools else ("user",)
+            check_template(self.tokenizer, tools, roles, self.stop, self.variables)
             if tools:
                 detect_call_format(self.tokenizer)
-            made = ChatTurns(self.tokenizer, tools, self.variables)
-            self._chats = {**dict(list(self._chats.items())[-99:]), key: made}
+            chat_turns = ChatTurns(self.tokenizer, tools, self.variables)
+            self._chats = {**dict(list(self._chats.items())[-99:]), key: chat_turns}
         return self._chats[key]
 
     def episode(self, agent: Agent) -> EpisodeFunction:
@@ -187,11 +187,11 @@ class Endpoint:
             return _error(400, refused)
         if not body.get("stream"):
             return web.json_response(answer)
-        pieces = _stream_chunks(answer)
+        chunks = _stream_chunks(answer)
         options = body.get("stream_options")
         if not (isinstance(options, dict) and options.get("include_usage")):
-            del pieces[-1]
-        text = "".join(f"data: {piece}\n\n" for piece in (*map(json.dumps, pieces), "[DONE]"))
+            del chunks[-1]
+        text = "".join(f"data: {chunk_text}\n\n" for chunk_text in (*map(json.dumps, chunks), "[DONE]"))
         return web.Response(text=text, content_type="text/event-stream")
 
 
@@ -200,9 +200,14 @@ def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    same = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    piece = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
-    return [{**same, "choices": [piece]}, {**same, "choices": [], "usage": answer["usage"]}]
+    common_fields = {key: answer[key] for key in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    chunk_choice = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
+    return [
+        {**common_fields, "choices": [chunk_choice]},
+        {**common_fields, "choices": [], "usage": answer["usage"]},
+    ]
 
 
 def _error(status: int, refused: Refused) -> web.Response:
@@ -240,12 +245,14 @@ class Session:
             while not task.done() and not self._end.done():
                 if self._answering.locked():
                     self.last_active = time.monotonic()
-                left = self.last_active + limit - time.monotonic()
-                if left <= 0:
+                seconds_left = self.last_active + limit - time.monotonic()
+                if seconds_left <= 0:
                     raise TimeoutError(f"the agent has asked nothing for {limit:g} s (rollout.turns.seconds)")
                 start = time.monotonic()
-                await asyncio.wait((task, self._end), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if time.monotonic() > start + left + 1.0:  # the loop was blocked by an engine restart
+                await asyncio.wait(
+                    (task, self._end), timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if time.monotonic() > start + seconds_left + 1.0:  # the loop was blocked by an engine restart
                     self.last_active = time.monotonic()
             if self._end.done():
                 self._end.result()
@@ -308,9 +315,9 @@ class Session:
         elif tools != self.chat.tools:
             raise Refused("the tools are not those of this session's first request", ungraded=True)
         chat = self.chat
-        shown = self._tokenize_new(chat, messages)
-        if shown:
-            self.policy.observe(shown)
+        new_tokens = self._tokenize_new(chat, messages)
+        if new_tokens:
+            self.policy.observe(new_tokens)
         self.history = messages
         turn = await self.policy.generate(stop=stop, max_tokens=max_tokens)
         self._last = turn.tokens
@@ -319,12 +326,12 @@ class Session:
         if tools and body.get("tool_choice") != "none":
             prefix = chat.text_behind([{"role": "user", "content": "?"}])
             form = detect_call_format(chat.tokenizer)
-            around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
+            text_around, calls = parse_calls(turn.tokens, chat.tokenizer, form, prefix)
             if any(call.error for call in calls):  # the agent handles invalid calls
                 calls = []
-            text = around if calls else text
-        for end in stop:
-            text = text.partition(end)[0]
+            text = text_around if calls else text
+        for stop_text in stop:
+            text = text.partition(stop_text)[0]
         message: dict[str, Any] = {"role": "assistant", "content": (text or None) if calls else text}
         if calls:
             message["tool_calls"] = [
@@ -333,7 +340,7 @@ class Session:
             ]
         self.history = [*messages, _message(message, len(messages))]
         self.turns += 1
-        context = len(self.policy.tokens) - len(turn.tokens)
+        num_prompt_tokens = len(self.policy.tokens) - len(turn.tokens)
         reason = "length" if turn.finish == "length" else "tool_calls" if calls else "stop"
         return {
             "id": f"chatcmpl-{self.key[:8]}-{self.turns}",
@@ -342,38 +349,45 @@ class Session:
             "model": "policy",
             "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
             "usage": {
-                "prompt_tokens": context,
+                "prompt_tokens": num_prompt_tokens,
                 "completion_tokens": len(turn.tokens),
-                "total_tokens": context + len(turn.tokens),
+                "total_tokens": num_prompt_tokens + len(turn.tokens),
             },
         }
 
     def _tokenize_new(self, chat: ChatTurns, messages: list[dict[str, Any]]) -> tuple[int, ...]:
         """Tokenise the new messages. Raises Refused unless `messages` extend the history."""
-        known = len(self.history)
-        for i, (was, now) in enumerate(zip(self.history, messages, strict=False)):
-            if was != now:
-                keys = {**was, **now}
-                name = next(key for key in keys if was.get(key) != now.get(key))
-                differs = f"messages[{i}].{name} is {_short(now.get(name))}, and was {_short(was.get(name))}"
+        history_length = len(self.history)
+        for i, (recorded, message) in enumerate(zip(self.history, messages, strict=False)):
+            if recorded != message:
+                keys = {**recorded, **message}
+                name = next(key for key in keys if recorded.get(key) != message.get(key))
+                difference = (
+                    f"messages[{i}].{name} is {_short(message.get(name))}, "
+                    f"and was {_short(recorded.get(name))}"
+                )
                 remedy = "history has to extend what was sampled (send it back as it was)"
-                raise Refused(f"{differs}: {remedy}", "history", ungraded=True)
-        if len(messages) <= known:
-            what = f"{len(messages)} messages do not extend this session's {known}"
+                raise Refused(f"{difference}: {remedy}", "history", ungraded=True)
+        if len(messages) <= history_length:
+            what = f"{len(messages)} messages do not extend this session's {history_length}"
             raise Refused(f"{what} (send its history and new messages)", "history", ungraded=True)
         if messages[-1]["role"] == "assistant":
             raise Refused("the last message is the assistant's: the policy starts its turns itself")
-        new, prompt = messages[known:], self.policy.prompt.tokens
+        new_messages, prompt = messages[history_length:], self.policy.prompt.tokens
         try:
-            shown = chat.after(_rendered(new), self._last) if known else chat.first(_rendered(new))
+            tokens = (
+                chat.after(_rendered(new_messages), self._last)
+                if history_length
+                else chat.first(_rendered(new_messages))
+            )
         except ValueError as error:
-            raise Refused(str(error), ungraded=bool(known)) from error
-        if not known:
-            if shown[: len(prompt)] != tuple(prompt):
+            raise Refused(str(error), ungraded=bool(history_length)) from error
+        if not history_length:
+            if tokens[: len(prompt)] != tuple(prompt):
                 what = "the first messages do not start with the row's prompt"
                 raise Refused(f"{what} (send row['question'] as the first message)", ungraded=True)
-            shown = shown[len(prompt) :]
-        return shown
+            tokens = tokens[len(prompt) :]
+        return tokens
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
@@ -392,28 +406,28 @@ def _short(value: Any) -> str:
 def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[str, ...], int | None]:
     if not isinstance(body, dict):
         raise Refused("the request is no object")
-    given = {key: value for key, value in body.items() if value is not None}
-    for key, value in given.items():
+    fields = {key: value for key, value in body.items() if value is not None}
+    for key, value in fields.items():
         if key in _FIXED and value not in _FIXED[key]:
             raise Refused(f"{key}: must be {json.dumps(_FIXED[key][0])} here (got {_short(value)})")
         if key not in _FIXED and key not in _READ and key not in _IGNORED:
             raise Refused(f"{key}: is not known here (leave it out)")
-    if given.get("tool_choice", "auto") not in ("auto", "none"):
+    if fields.get("tool_choice", "auto") not in ("auto", "none"):
         raise Refused("tool_choice: must be auto or none here: the policy decides")
-    tools, stop = given.get("tools", []), given.get("stop", [])
+    tools, stop = fields.get("tools", []), fields.get("stop", [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused("tools: must be a list of objects")
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refused("stop: must be a text or a list of texts")
-    limits = [given[key] for key in ("max_tokens", "max_completion_tokens") if key in given]
+    limits = [fields[key] for key in ("max_tokens", "max_completion_tokens") if key in fields]
     if not all(isinstance(limit, int) and limit >= 1 for limit in limits):
         raise Refused("max_tokens: must be an integer >= 1")
-    messages = given.get("messages")
+    messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: must be a list of at least one message")
-    made = [_message(message, i) for i, message in enumerate(messages)]
-    return made, tools, tuple(stop), min(limits) if limits else None
+    parsed_messages = [_message(message, i) for i, message in enumerate(messages)]
+    return parsed_messages, tools, tuple(stop), min(limits) if limits else None
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
@@ -428,16 +442,16 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(content, str | None):
         raise Refused(f"messages[{index}].content: must be a text or a list of texts")
     role = "system" if message["role"] == "developer" else message["role"]
-    made: dict[str, Any] = {"role": role, "content": content or ""}
+    parsed_message: dict[str, Any] = {"role": role, "content": content or ""}
     if calls := message.get("tool_calls"):
         try:
-            made["tool_calls"] = [
+            parsed_message["tool_calls"] = [
                 {"id": call["id"], "name": call["function"]["name"], "arguments": _arguments(call)}
                 for call in calls
             ]
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise Refused(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error
-    return made | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+    return parsed_message | {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
 
 
 def _arguments(call: Any) -> Any:
@@ -446,12 +460,14 @@ def _arguments(call: Any) -> Any:
 
 
 def _rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    made = []
+    rendered_messages = []
     for message in map(dict, messages):
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_tool_call(one["id"], one["name"], one["arguments"]) for one in calls]
-        made.append(message)
-    return made
+            message["tool_calls"] = [
+                _tool_call(call["id"], call["name"], call["arguments"]) for call in calls
+            ]
+        rendered_messages.append(message)
+    return rendered_messages
 
 
 def _tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:

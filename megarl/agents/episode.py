@@ -89,8 +89,8 @@ class Policy:
     _waits: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        none: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
-        self.written = TokenData(finish_reason="stop", **none)
+        empty_arrays: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+        self.written = TokenData(finish_reason="stop", **empty_arrays)
         self._to_replay = list(self.earlier.journal) if self.earlier is not None else []
         if self.earlier is not None and self.earlier.num_tokens and not self._to_replay:
             self._to_replay = [["turn", self.earlier.num_sampled, self.earlier.finish_reason]]
@@ -102,9 +102,9 @@ class Policy:
     @property
     def room(self) -> int:
         """Tokens that may still be sampled."""
-        total = self.written.num_tokens + len(self._observed)
-        left = self.params.max_tokens - self.written.num_sampled
-        return min(left, (self.limits.max_tokens or self.params.max_tokens) - total)
+        total_tokens = self.written.num_tokens + len(self._observed)
+        sampled_left = self.params.max_tokens - self.written.num_sampled
+        return min(sampled_left, (self.limits.max_tokens or self.params.max_tokens) - total_tokens)
 
     @property
     def waiting(self) -> str:
@@ -163,33 +163,31 @@ class Policy:
 
     def _replay_turn(self, max_tokens: int) -> TokenData | None:
         """Return the next turn's tokens if an earlier run sampled any. max_tokens: its present limit."""
-        recorded = self._next_entry("turn")
-        if recorded is None:
+        entry = self._next_entry("turn")
+        if entry is None:
             return None
         assert self.earlier is not None
         # Earlier tokens lack observations after the last turn.
         last = self.written.num_tokens
-        first = last + len(self._observed)
+        start = last + len(self._observed)
         is_sampled = self.earlier.is_sampled
-        is_same = self.earlier.tokens[last:first].tolist() == self._observed
-        # Observations of another length would shift the turn to other tokens.
-        if is_sampled is not None:
-            is_same = (
-                is_same and not is_sampled[last:first].any() and bool(is_sampled[first : first + 1].all())
-            )
+        is_same = self.earlier.tokens[last:start].tolist() == self._observed
+        if is_sampled is not None:  # an observation of another length would shift the turn to other tokens
+            is_observed, starts_turn = ~is_sampled[last:start], is_sampled[start : start + 1]
+            is_same = bool(is_same and is_observed.all() and starts_turn.all())
         if not is_same:
             self._to_replay = []
             if not self.lenient:
                 raise self._replay_error("shows the policy something else")
             return None
         # Without later tokens' experts, as the episode may differ from there.
-        data = self.earlier.first(first + recorded[1], len(self.prompt.tokens))
+        data = self.earlier.first(start + entry[1], len(self.prompt.tokens))
         versions = data.policy_versions
         return TokenData(
-            data.tokens[first:],
-            data.logprobs[first:],
-            "length" if recorded[2] == "abort" and recorded[1] >= max_tokens else recorded[2],
-            None if versions is None else versions[first:],
+            data.tokens[start:],
+            data.logprobs[start:],
+            "length" if entry[2] == "abort" and entry[1] >= max_tokens else entry[2],
+            None if versions is None else versions[start:],
             data.routed_experts,
         )
 
@@ -234,11 +232,11 @@ class Policy:
         return await self._step("step")
 
     async def _step(self, name: str) -> tuple[str, float, bool]:
-        shown, reward, done, state = await self._call_or_replay(
+        observation, reward, done, state = await self._call_or_replay(
             name, lambda: self._pool.step(*self._environment_arguments)
         )
         self._state = state and State(*state)
-        return shown, reward, done
+        return observation, reward, done
 
     async def verdict(self) -> Verdict:
         async def run() -> Result[dict[str, Any]]:
@@ -326,17 +324,17 @@ class Policy:
         replay returns the earlier tokens."""
         if self._to_replay and self.earlier is not None and not ended:
             return self.earlier
-        written = self.written
-        written.finish_reason = "length" if self.truncated else "stop"
+        data = self.written
+        data.finish_reason = "length" if self.truncated else "stop"
         if not ended or self._raised_aborted:
-            written.finish_reason = "abort"
-        if written.turn_rewards is not None and not written.turn_rewards.any():
-            written.turn_rewards = None
-        if written.is_sampled is not None and written.is_sampled.all():
-            written.is_sampled = None
-        if [entry[::2] for entry in written.journal] == [["turn", written.finish_reason]]:
-            written.journal = []
-        return written
+            data.finish_reason = "abort"
+        if data.turn_rewards is not None and not data.turn_rewards.any():
+            data.turn_rewards = None
+        if data.is_sampled is not None and data.is_sampled.all():
+            data.is_sampled = None
+        if [entry[::2] for entry in data.journal] == [["turn", data.finish_reason]]:
+            data.journal = []
+        return data
 
 
 # None: the verifier grades the response.

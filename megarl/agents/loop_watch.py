@@ -62,23 +62,23 @@ class LoopWatch:
         if frame is None:
             return
         file, name = frame.f_code.co_filename, frame.f_code.co_qualname
-        place = f"{name} ({file}:{frame.f_lineno})"
+        location = f"{name} ({file}:{frame.f_lineno})"
         what = f"has blocked the event loop of {self.who} for {seconds:.0f} s, and so all of its responses"
-        line = f"{self.key}: {place} {what} (await there, or leave it to a process or a thread)"
+        message = f"{self.key}: {location} {what} (await there, or leave it to a process or a thread)"
         if self._checks * self.limit / 4 > self.most:
-            if not write_error_file(line, EngineError.code):
-                print(f"megarl: {line}", file=sys.stderr, flush=True)
+            if not write_error_file(message, EngineError.code):
+                print(f"megarl: {message}", file=sys.stderr, flush=True)
             os._exit(EngineError.code)
         if (file, name) not in self._reported:
             self._reported.add((file, name))
-            print(f"megarl: {line}", file=sys.stderr, flush=True)
+            print(f"megarl: {message}", file=sys.stderr, flush=True)
 
     def _find_user_frame(self, frame: FrameType | None) -> FrameType | None:
-        found = None
+        user_frame = None
         while frame is not None and frame.f_code is not _CALLBACK:
             file = frame.f_code.co_filename
-            library = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
-            if found is None and (file == self.home or not library):
-                found = frame
+            is_library = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
+            if user_frame is None and (file == self.home or not is_library):
+                user_frame = frame
             frame = frame.f_back
-        return found if frame is not None else None
+        return user_frame if frame is not None else None

@@ -43,7 +43,7 @@ class ServerError(Exception):
 def list_tools(entry: str) -> dict[str, dict[str, Any]]:
     """Return a server's schemas by `entry#tool`. Raises ConfigError."""
 
-    async def ask() -> list[Any]:
+    async def fetch_tools() -> list[Any]:
         async with asyncio.timeout(START_LIMIT), _open_client(entry) as client:
             tools, cursor = [], None
             while True:
@@ -54,18 +54,18 @@ def list_tools(entry: str) -> dict[str, dict[str, Any]]:
 
     logging.getLogger("mcp").addHandler(logging.NullHandler())  # it logs invalid messages to stderr
     try:
-        tools = asyncio.run(ask())
+        tools = asyncio.run(fetch_tools())
     except TimeoutError:
         raise ConfigError(f"rollout.tools: {entry}: no answer within {START_LIMIT:g} s") from None
-    found = {}
+    schemas_by_path = {}
     for tool in tools:
         if "#" in tool.name:
             raise ConfigError(f"rollout.tools: {entry}: # in the name of tool {tool.name!r} (rename it)")
         schema = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        found[f"{entry}#{tool.name}"] = {"type": "function", "function": schema}
-    if not found:
+        schemas_by_path[f"{entry}#{tool.name}"] = {"type": "function", "function": schema}
+    if not schemas_by_path:
         raise ConfigError(f"rollout.tools: {entry}: the server has no tools (leave it out)")
-    return found
+    return schemas_by_path
 
 
 def connect_tool(path: str) -> Callable[..., str]:
@@ -100,13 +100,13 @@ class _Connection:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        called = self._client.call_tool(name, arguments)
-        asked: Future[Any] = asyncio.run_coroutine_threadsafe(called, self._loop)
-        wait((asked, self._ended), return_when=FIRST_COMPLETED)
+        coroutine = self._client.call_tool(name, arguments)
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        wait((future, self._ended), return_when=FIRST_COMPLETED)
         try:
-            if not asked.done():
+            if not future.done():
                 raise ServerError("the connection to the server has ended", gone=True)
-            result = asked.result()
+            result = future.result()
         except MCPError as error:
             raise ServerError(str(error), gone=error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT)) from error
         except ServerError:
@@ -130,8 +130,10 @@ def _result_text(result: Any) -> str:
         # Servers wrap values that are not objects as {"result": ...}, and send lists as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
-        same = [data], [value], items
-        if not any(len(texts) == len(one) and all(map(_is_same, texts, one)) for one in same):
+        candidates = [data], [value], items
+        if not any(
+            len(texts) == len(candidate) and all(map(_is_same, texts, candidate)) for candidate in candidates
+        ):
             texts.append(json.dumps(data, ensure_ascii=False))
     return "\n".join(texts)
 
@@ -145,10 +147,10 @@ def _is_same(text: str, value: Any) -> bool:
 
 
 def _text(block: Any) -> str:
-    found = getattr(block, "text", None)
-    if found is None:
-        found = getattr(getattr(block, "resource", None), "text", None)
-    return found if isinstance(found, str) else f"[{block.type}]"
+    text = getattr(block, "text", None)
+    if text is None:
+        text = getattr(getattr(block, "resource", None), "text", None)
+    return text if isinstance(text, str) else f"[{block.type}]"
 
 
 @asynccontextmanager
@@ -181,6 +183,8 @@ async def _open_client(entry: str) -> AsyncIterator[Client]:
             lines = log.read().strip().splitlines()
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            why = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
+            reason = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
             remedy = "write mcp:COMMAND, or mcp:URL"
-            raise ConfigError(f"rollout.tools: {entry}: no MCP server answers: {why} ({remedy})") from error
+            raise ConfigError(
+                f"rollout.tools: {entry}: no MCP server answers: {reason} ({remedy})"
+            ) from error

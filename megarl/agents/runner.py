@@ -32,8 +32,8 @@ _tasks: ContextVar[set[asyncio.Task[Any]]] = ContextVar("_tasks")
 class AgentRunner:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         rollout, turns = config.rollout, config.rollout.turns
-        ways = "environment", "agent", "tools"
-        self.key = "rollout." + next((way for way in ways if getattr(rollout, way)), "episode")
+        options = "environment", "agent", "tools"
+        self.key = "rollout." + next((option for option in options if getattr(rollout, option)), "episode")
         self.config, self.tokenizer = config, tokenizer
         self.endpoint: Endpoint | None = None
         if rollout.agent:
@@ -72,13 +72,13 @@ class AgentRunner:
     def supervise(self, rank: int) -> Iterator[None]:
         """Record episodes' tasks, and report blocking user code."""
         asyncio.get_running_loop().set_task_factory(_create_task)
-        rollout, most = self.config.rollout, PATIENCE * self.config.parallel.timeout
+        rollout, max_seconds = self.config.rollout, PATIENCE * self.config.parallel.timeout
         path = rollout.agent or rollout.episode
         if path is None:
             watch: Any = nullcontext()
         else:
-            home = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
-            watch = LoopWatch(self.key, f"engine rank {rank}", home, rollout.turns.hold, most)
+            module_file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)
+            watch = LoopWatch(self.key, f"engine rank {rank}", module_file, rollout.turns.hold, max_seconds)
         with watch:
             yield
 
@@ -126,12 +126,12 @@ class AgentEpisode(Policy):
             raise
         # Other errors, perhaps wrapped by a task group, leave the response ungraded.
         except BaseException as error:
-            rest = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
-            while isinstance(rest, BaseExceptionGroup):
-                rest = rest.exceptions[0]
-            if isinstance(rest, MegarlError):
-                raise rest from error
-            return None if rest is None else self._ungraded(describe_error(rest).split("\n")[0])
+            cause = error.split(EpisodeTruncated)[1] if isinstance(error, BaseExceptionGroup) else error
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            if isinstance(cause, MegarlError):
+                raise cause from error
+            return None if cause is None else self._ungraded(describe_error(cause).split("\n")[0])
 
     async def _call(self) -> Verdict | None:
         try:
@@ -140,12 +140,12 @@ class AgentEpisode(Policy):
             if not isinstance(error, MegarlError | GeneratorExit):
                 await self._cancel_leftovers()
             raise
-        left = await self._cancel_leftovers()
+        leftover_names = await self._cancel_leftovers()
         verdict = None if result is None else as_verdict(result, "it")
         if verdict is not None and not verdict.graded:
             verdict = replace(verdict, error=f"{self.key}: {verdict.error or 'no verdict'}")
-        if left and not self.lenient:
-            raise UnusableError(f"it returned before these tasks that it created had ended: {left}")
+        if leftover_names and not self.lenient:
+            raise UnusableError(f"it returned before these tasks that it created had ended: {leftover_names}")
         return verdict
 
     def _ungraded(self, why: str) -> Verdict:
@@ -175,16 +175,16 @@ class AgentEpisode(Policy):
 
 def _create_task(loop: asyncio.AbstractEventLoop, job: Any, **options: Any) -> asyncio.Task[Any]:
     task = asyncio.Task(job, loop=loop, **options)
-    if (created := _tasks.get(None)) is not None:
-        created.add(task)
-        task.add_done_callback(created.discard)
+    if (episode_tasks := _tasks.get(None)) is not None:
+        episode_tasks.add(task)
+        task.add_done_callback(episode_tasks.discard)
     return task
 
 
 def _describe(task: asyncio.Task[Any]) -> str:
-    job = task.get_coro()
-    code = getattr(job, "cr_code", None)
-    name = getattr(job, "__qualname__", type(job).__name__)
+    coroutine = task.get_coro()
+    code = getattr(coroutine, "cr_code", None)
+    name = getattr(coroutine, "__qualname__", type(coroutine).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
@@ -205,10 +205,10 @@ def _load_function(config: Config, tokenizer: Any, endpoint: Endpoint | None) ->
     if rollout.episode:
         function: EpisodeFunction = _import_coroutine("rollout.episode", rollout.episode, "prompt, policy")
         return function
-    known = schemas(rollout.tools)
-    check_template(tokenizer, [*known.values()], ("tool",), rollout.stop, variables)
-    paths = {one["function"]["name"]: path for path, one in known.items()}
-    return tool_calls(ChatTurns(tokenizer, [*known.values()], variables), paths)
+    schemas_by_path = schemas(rollout.tools)
+    check_template(tokenizer, [*schemas_by_path.values()], ("tool",), rollout.stop, variables)
+    paths = {schema["function"]["name"]: path for path, schema in schemas_by_path.items()}
+    return tool_calls(ChatTurns(tokenizer, [*schemas_by_path.values()], variables), paths)
 
 
 def _import_coroutine(key: str, path: str, parameters: str) -> Any:

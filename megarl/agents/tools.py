@@ -99,9 +99,9 @@ class ToolPool:
         sandbox: str = STRICT,
     ) -> None:
         if workers < 1 or seconds <= 0 or memory_mib < 64 or observation_bytes < 1:
-            given = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
-            wanted = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
-            raise ValueError(f"{wanted} expected (got {given})")
+            actual = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
+            expected = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
+            raise ValueError(f"{expected} expected (got {actual})")
         self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
             "memory_mib": memory_mib,
@@ -120,7 +120,11 @@ class ToolPool:
 
     @property
     def pids(self) -> list[int]:
-        return [one.pid for one in self._slots if one is not None and one.pid is not None and one.alive]
+        return [
+            process.pid
+            for process in self._slots
+            if process is not None and process.pid is not None and process.alive
+        ]
 
     @property
     def waiting(self) -> list[_Job]:
@@ -143,8 +147,13 @@ class ToolPool:
         seed: int = 0,
     ) -> Result[str]:
         """Call `module:function` or an MCP tool. Raises TypeError if an argument is no JSON value."""
-        sent = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
-        answer = await self._run_job(_Job(function, sent))
+        message = {
+            "function": function,
+            "arguments": list(arguments),
+            "keywords": dict(keywords),
+            "seed": seed,
+        }
+        answer = await self._run_job(_Job(function, message))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
 
     async def step(
@@ -156,8 +165,8 @@ class ToolPool:
         answer = await self._run_job(self._job("step", key, row, seed, texts, state))
         if "value" not in answer:
             return Result(None, answer["error"], answer.get("graded", True))
-        observation, reward, done, after = answer["value"]
-        return Result(Answer(observation, reward, done, after and State(*after)))
+        observation, reward, done, new_state = answer["value"]
+        return Result(Answer(observation, reward, done, new_state and State(*new_state)))
 
     async def verdict(
         self, key: int, row: Mapping[str, Any], seed: int, texts: Sequence[str], state: State | None = None
@@ -199,8 +208,15 @@ class ToolPool:
     def _job(self, method: str, key: int, row: Any, seed: int, texts: Sequence[str], state: Any) -> _Job:
         if self.environment is None:
             raise ValueError("this pool has no environment")
-        sent = {"method": method, "key": key, "row": row, "seed": seed, "texts": list(texts), "state": state}
-        return _Job(f"{self.environment}.{method}", sent, key)
+        message = {
+            "method": method,
+            "key": key,
+            "row": row,
+            "seed": seed,
+            "texts": list(texts),
+            "state": state,
+        }
+        return _Job(f"{self.environment}.{method}", message, key)
 
     async def _run_job(self, job: _Job) -> dict[str, Any]:
         """Run a job, which a process finishes even if the caller is cancelled."""
@@ -244,9 +260,11 @@ class ToolPool:
     def _release_slot(self, slot: int) -> None:
         """Pass a slot to the first job whose environment no other process has, else to the first."""
         while self._queue:
-            fitting = (job for job in self._queue if self._find_slot(job[1]) in (None, slot))
-            future, _ = chosen = next(fitting, self._queue[0])
-            self._queue.remove(chosen)
+            fitting_waiters = (
+                candidate for candidate in self._queue if self._find_slot(candidate[1]) in (None, slot)
+            )
+            future, _ = waiter = next(fitting_waiters, self._queue[0])
+            self._queue.remove(waiter)
             if not future.done():
                 future.set_result(slot)
                 return
@@ -288,20 +306,20 @@ class ToolPool:
             self.forget(job.key)  # other copies would miss this job
             process.keys[job.key] = None
         process.send(job.sent)
-        limit, importing = START_LIMIT, True
+        limit, is_importing = START_LIMIT, True
         try:
             while (answer := await process.receive(limit)) is None:
-                limit, importing = self.seconds, False
+                limit, is_importing = self.seconds, False
             if not isinstance(answer, dict):
                 raise ValueError
         except TimeoutError:
             await process.finish()
-            what = f"{job.what} was not ready within" if importing else "timeout after"
-            return {"error": f"{what} {limit:g} s", "graded": not importing, "lost": True}
+            what = f"{job.what} was not ready within" if is_importing else "timeout after"
+            return {"error": f"{what} {limit:g} s", "graded": not is_importing, "lost": True}
         except EOFError:
-            how = await process.finish()
-            error = f"{'tool' if job.key is None else 'environment'} died ({how})"
-            return {"error": error, "graded": how not in FROM_OUTSIDE, "lost": True, "killed": True}
+            exit_reason = await process.finish()
+            error = f"{'tool' if job.key is None else 'environment'} died ({exit_reason})"
+            return {"error": error, "graded": exit_reason not in FROM_OUTSIDE, "lost": True, "killed": True}
         except ValueError:  # user code wrote to the pipe
             await process.finish()
             return {"error": "its process answered no JSON", "graded": False, "lost": True, "killed": True}
@@ -314,7 +332,7 @@ class ToolPool:
         return cast(dict[str, Any], answer)
 
     async def _ensure_process(self, slot: int) -> _ToolProcess | str:
-        process, why = self._slots[slot], ""
+        process, reason = self._slots[slot], ""
         if process is not None and process.alive:
             return process
         if process is not None:
@@ -326,12 +344,12 @@ class ToolPool:
                 await process.connect(self._settings)
                 return process
             except (OSError, EOFError) as error:  # OSError includes TimeoutError
-                why = describe_error(error)
+                reason = describe_error(error)
                 if process is not None:
-                    why = f"{await process.finish()}; {process.last_line}"
+                    reason = f"{await process.finish()}; {process.last_line}"
                 if isinstance(error, TimeoutError):
-                    return f"a tool process was not ready within {START_LIMIT:g} s ({why})"
-        return f"{FAILED_STARTS} tool processes died at their start ({why})"
+                    return f"a tool process was not ready within {START_LIMIT:g} s ({reason})"
+        return f"{FAILED_STARTS} tool processes died at their start ({reason})"
 
 
 class _Job:
@@ -373,7 +391,7 @@ class _JobHandler:
                 )
             else:
                 assert self.environment is not None
-                make = partial(import_environment(self.environment), **self.arguments)
+                make_environment = partial(import_environment(self.environment), **self.arguments)
         except ConfigError as error:
             yield {"error": str(error), "graded": False}
             return
@@ -385,7 +403,7 @@ class _JobHandler:
                 value = function(*job["arguments"], **job["keywords"])
                 yield {"value": format_observation(value, self.observation_bytes)}
             else:
-                yield from self._run_environment(make, **job)
+                yield from self._run_environment(make_environment, **job)
         except ServerError as error:
             text = format_observation(str(error), self.observation_bytes)
             yield {"error": text, "graded": False, "lost": True} if error.gone else {"error": text}
@@ -413,24 +431,32 @@ class _JobHandler:
         texts: list[str],
         state: Any,
     ) -> Iterator[dict[str, Any] | None]:
-        live = self.environments.pop(key, None)
-        if live is None or not live.can_continue(row, seed, texts):
-            live = _LiveEnvironment(make(), row, seed, self.observation_bytes)
+        environment = self.environments.pop(key, None)
+        if environment is None or not environment.can_continue(row, seed, texts):
+            environment = _LiveEnvironment(make(), row, seed, self.observation_bytes)
             yield None
             if state is not None and state[0] + (method == "step") <= len(texts):
-                live.restore(texts[: state[0]], state[1])
-        for text in texts[len(live.texts) :]:
+                environment.restore(texts[: state[0]], state[1])
+        for text in texts[len(environment.texts) :]:
             yield None
-            live.step(text)
+            environment.step(text)
         if method == "verdict":
             yield None
-            v = live.verdict()
-            yield {"value": [v.correct, short(v.extracted), short(v.error), v.score, v.graded]}
+            verdict = environment.verdict()
+            yield {
+                "value": [
+                    verdict.correct,
+                    short(verdict.extracted),
+                    short(verdict.error),
+                    verdict.score,
+                    verdict.graded,
+                ]
+            }
             return
-        self.environments[key] = live
+        self.environments[key] = environment
         if len(self.environments) > _MAX_ENVIRONMENTS:
             self.environments.popitem(last=False)
-        yield {"value": live.last, "kept": True}
+        yield {"value": environment.last, "kept": True}
 
 
 class _LiveEnvironment:
@@ -439,8 +465,8 @@ class _LiveEnvironment:
         self.texts: list[str] = []
         _seed(seed, 0)
         # A copy, which the environment may change.
-        shown = environment.reset(json.loads(json.dumps(row)), seed)
-        self._record(shown, 0.0, False, "reset")
+        observation = environment.reset(json.loads(json.dumps(row)), seed)
+        self._record(observation, 0.0, False, "reset")
 
     def can_continue(self, row: Any, seed: int, texts: list[str]) -> bool:
         """Return whether row and seed are equal, and `texts` extends its own."""
@@ -454,17 +480,17 @@ class _LiveEnvironment:
             size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             what = f"{type(result).__name__}{size}"
             raise UnusableError(f"step returned {what}, not (observation, reward, done)")
-        shown, reward, done = result
-        self._record(shown, reward, done, "step")
+        observation, reward, done = result
+        self._record(observation, reward, done, "step")
 
     def _record(self, shown: Any, reward: Any, done: Any, method: str) -> None:
         if not isinstance(shown, str | bytes):
             raise UnusableError(f"{method} returned {type(shown).__name__} as its observation, not text")
         state = None
         if hasattr(self.environment, "state"):
-            found = json.dumps(self.environment.state())
-            if len(found) <= _MAX_STATE:
-                state = [len(self.texts), json.loads(found)]
+            state_json = json.dumps(self.environment.state())
+            if len(state_json) <= _MAX_STATE:
+                state = [len(self.texts), json.loads(state_json)]
         reward = finite(reward, f"{method} returned a reward:", "not a number")
         self.last = [format_observation(shown, self.size), reward, bool(done), state]
 
@@ -490,12 +516,12 @@ def _seed(seed: int, index: int) -> None:
 def format_observation(value: Any, size: int) -> str:
     """Format as valid text or JSON of at most `size` UTF-8 bytes, with a mark if cut. Raises TypeError."""
     if isinstance(value, bytes | bytearray):
-        long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
+        is_too_long, text = len(value) > size, bytes(value[: size + 4]).decode("utf-8", "replace")
     else:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        long, text = len(text) > size, _SURROGATES.sub("\ufffd", text[: size + 1])
+        is_too_long, text = len(text) > size, _SURROGATES.sub("\ufffd", text[: size + 1])
     encoded = text.encode()
-    if not long and len(encoded) <= size:
+    if not is_too_long and len(encoded) <= size:
         return text
     mark = f"\n[cut at {size} bytes]"
     return encoded[: max(0, size - len(mark))].decode("utf-8", "ignore") + mark
@@ -513,46 +539,57 @@ def build_schema(function: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema  # slow to import
 
     tool = import_object("rollout.tools", function)
-    at = f"rollout.tools: {function}"
+    where = f"rollout.tools: {function}"
     if not inspect.isroutine(tool):
-        raise ConfigError(f"{at} is {type(tool).__name__}, not a function")
+        raise ConfigError(f"{where} is {type(tool).__name__}, not a function")
     if _is_async(tool):
         remedy = "write a plain function: it runs in a separate process"
-        raise ConfigError(f"{at} is async, which a tool cannot be ({remedy})")
+        raise ConfigError(f"{where} is async, which a tool cannot be ({remedy})")
     try:
         for name, parameter in inspect.signature(tool).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(f"{at}: {parameter} cannot be given by name (name each parameter: {name})")
+                raise ConfigError(
+                    f"{where}: {parameter} cannot be given by name (name each parameter: {name})"
+                )
         return cast(dict[str, Any], get_json_schema(tool))
     except ConfigError:
         raise
     except Exception as error:  # a type hint may be any expression
         remedy = "it needs a type for each parameter, and a docstring that describes each under `Args:`"
-        raise ConfigError(f"{at}: {describe_error(error)} ({remedy})") from error
+        raise ConfigError(f"{where}: {describe_error(error)} ({remedy})") from error
 
 
 def import_environment(path: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import an environment's class. Raises ConfigError, also if it does not take `arguments`."""
-    found = import_object("rollout.environment", path, "Class")
-    at = f"rollout.environment: {path}"
-    if not isinstance(found, type):
-        raise ConfigError(f"{at} is {type(found).__name__}, not a class")
-    absent = [name for name in _METHODS if not callable(getattr(found, name, None))]
-    if absent:
-        raise ConfigError(f"{at} has no {' and no '.join(absent)} (it needs {', '.join(_METHODS)})")
-    if len(there := [name for name in _OPTIONAL if hasattr(found, name)]) == 1:
-        raise ConfigError(f"{at} has {there[0]} without {'restore' if there == ['state'] else 'state'}")
-    for name in (*_METHODS, *there):
-        if _is_async(getattr(found, name)):
-            raise ConfigError(f"{at}.{name} is async (write a plain method: it runs in a separate process)")
+    environment_class = import_object("rollout.environment", path, "Class")
+    where = f"rollout.environment: {path}"
+    if not isinstance(environment_class, type):
+        raise ConfigError(f"{where} is {type(environment_class).__name__}, not a class")
+    missing_methods = [name for name in _METHODS if not callable(getattr(environment_class, name, None))]
+    if missing_methods:
+        raise ConfigError(
+            f"{where} has no {' and no '.join(missing_methods)} (it needs {', '.join(_METHODS)})"
+        )
+    if len(optional_methods := [name for name in _OPTIONAL if hasattr(environment_class, name)]) == 1:
+        raise ConfigError(
+            f"{where} has {optional_methods[0]} "
+            f"without {'restore' if optional_methods == ['state'] else 'state'}"
+        )
+    for name in (*_METHODS, *optional_methods):
+        if _is_async(getattr(environment_class, name)):
+            raise ConfigError(
+                f"{where}.{name} is async (write a plain method: it runs in a separate process)"
+            )
     if arguments is not None:
-        signature = inspect.signature(found)
+        signature = inspect.signature(environment_class)
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            takes = f"it is {found.__name__}{signature.replace(return_annotation=signature.empty)}"
-            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({takes})") from error
-    return found
+            signature_text = (
+                f"it is {environment_class.__name__}{signature.replace(return_annotation=signature.empty)}"
+            )
+            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({signature_text})") from error
+    return environment_class
 
 
 def _is_async(function: Any) -> bool:

@@ -79,13 +79,13 @@ class _Handler(MetricsHandler):
             self.send_error(404, "metrics are at /metrics")
 
     def handle(self) -> None:
-        limit = threading.Timer(2 * PATIENCE, self._hang_up)  # a slow client is never silent
-        limit.start()
+        timer = threading.Timer(2 * PATIENCE, self._hang_up)  # a slow client is never silent
+        timer.start()
         try:
             with suppress(OSError):  # disconnected, or too slow
                 super().handle()
         finally:
-            limit.cancel()
+            timer.cancel()
 
     def _hang_up(self) -> None:
         with suppress(OSError):

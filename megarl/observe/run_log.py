@@ -116,8 +116,8 @@ def choose_samples(samples: Sequence[SampleRecord], limit: int) -> list[SampleRe
     for group in groups.values():
         right, wrong = ([s for s in group if s.correct is flag] for flag in (True, False))
         alternating = [s for pair in zip_longest(right, wrong) for s in pair if s is not None]
-        wanted = {id(s) for s in alternating[: limit - len(chosen)]}
-        chosen += [s for s in group if id(s) in wanted]
+        chosen_ids = {id(s) for s in alternating[: limit - len(chosen)]}
+        chosen += [s for s in group if id(s) in chosen_ids]
     return chosen
 
 
@@ -155,12 +155,12 @@ class JsonlWriter:
         with self._careful(self.path):
             self._settle()
             file = cast(FileIO, self._file)
-            end = os.fstat(file.fileno()).st_size
+            old_size = os.fstat(file.fileno()).st_size
             try:
                 append_atomic(file, line)
             except OSError:
                 # Remove a partial line before the next.
-                if os.fstat(file.fileno()).st_size != end:
+                if os.fstat(file.fileno()).st_size != old_size:
                     self._filters.append(lambda record: True)
                 raise
 
@@ -180,22 +180,22 @@ class JsonlWriter:
             return 0
         content = self.path.read_bytes()
         lines = [line for line in content.split(b"\n") if line.strip()]
-        kept = [
+        kept_lines = [
             line
             for line in lines
-            if (record := parse_record(line)) is not None and all(wanted(record) for wanted in self._filters)
+            if (record := parse_record(line)) is not None and all(keeps(record) for keeps in self._filters)
         ]
-        left = b"".join(line + b"\n" for line in kept)
-        if content != left and content.startswith(left):
-            os.ftruncate(self._file.fileno(), len(left))  # works on a full disk
+        kept_content = b"".join(line + b"\n" for line in kept_lines)
+        if content != kept_content and content.startswith(kept_content):
+            os.ftruncate(self._file.fileno(), len(kept_content))  # works on a full disk
             os.fsync(self._file.fileno())
-        elif content != left:
-            write_atomic(self.path, left)
-            old, self._file = self._file, None
-            old.close()
+        elif content != kept_content:
+            write_atomic(self.path, kept_content)
+            old_file, self._file = self._file, None
+            old_file.close()
             self._file = FileIO(self.path, "ab")
         self._filters = []
-        return len(lines) - len(kept)
+        return len(lines) - len(kept_lines)
 
     def close(self) -> None:
         with self._careful(self.path):
@@ -220,12 +220,14 @@ class RunLog:
         dispensable: OptionalFiles | None = None,
     ) -> None:
         self.samples_per_step, self._exporter = samples, exporter
-        spare = OptionalFiles() if dispensable is None else dispensable
-        self._trackers: list[_TensorBoard | _Wandb] = [_TensorBoard(run_dir, spare)] if tensorboard else []
-        self._trackers += [_Wandb(run_dir, append, spare)] if wandb else []
+        optional_files = OptionalFiles() if dispensable is None else dispensable
+        self._trackers: list[_TensorBoard | _Wandb] = (
+            [_TensorBoard(run_dir, optional_files)] if tensorboard else []
+        )
+        self._trackers += [_Wandb(run_dir, append, optional_files)] if wandb else []
         self._files = {name: JsonlWriter(run_dir / name, append) for name in (METRICS_FILE, ANSWERS_FILE)}
         for name in (SAMPLES_FILE, DISTRIBUTIONS_FILE, EVENTS_FILE):
-            self._files[name] = JsonlWriter(run_dir / name, append, spare)
+            self._files[name] = JsonlWriter(run_dir / name, append, optional_files)
 
     def write_metrics(self, record: Mapping[str, Any]) -> Record:
         """Write the metrics of a step or an evaluation; return them as written.
@@ -233,21 +235,25 @@ class RunLog:
         Values are texts, numbers, 0-dimensional tensors, or lists and mappings of these. Non-finite numbers
         become null, and add to the texts in "alarms". Raises ValueError without "step" and "stage"."""
         if not is_step(record):
-            got = f"{record.get('step')}, {record.get('stage')}"
-            raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {got})")
+            actual = f"{record.get('step')}, {record.get('stage')}"
+            raise ValueError(f"a metrics record needs an int `step` and a `stage` of {STAGES} (got {actual})")
         alarms = [str(text) for text in record.get("alarms", ())]
-        written = {name: plain(value, name, alarms) for name, value in record.items() if name != "alarms"}
+        written_record = {
+            name: plain(value, name, alarms) for name, value in record.items() if name != "alarms"
+        }
         if alarms:
-            written["alarms"] = alarms
-        self._files[METRICS_FILE].write(written)
+            written_record["alarms"] = alarms
+        self._files[METRICS_FILE].write(written_record)
         # Earlier stages restart steps: name their curves differently.
-        prefix = "" if written["stage"] in (TRAIN, EVALUATION) else f"{written['stage']}/"
-        numbers = {name: v for name, v in written.items() if isinstance(v, int | float) and name != "step"}
+        prefix = "" if written_record["stage"] in (TRAIN, EVALUATION) else f"{written_record['stage']}/"
+        numbers = {
+            name: v for name, v in written_record.items() if isinstance(v, int | float) and name != "step"
+        }
         for tracker in self._trackers:
-            tracker.log(written["step"], {f"{prefix}{name}": float(v) for name, v in numbers.items()})
+            tracker.log(written_record["step"], {f"{prefix}{name}": float(v) for name, v in numbers.items()})
         if self._exporter is not None:
-            self._exporter.update(written["stage"], numbers | {"step": written["step"]})
-        return written
+            self._exporter.update(written_record["stage"], numbers | {"step": written_record["step"]})
+        return written_record
 
     def write_samples(self, samples: Iterable[SampleRecord]) -> int:
         chosen = choose_samples(list(samples), self.samples_per_step)
@@ -257,8 +263,8 @@ class RunLog:
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
             record["response"] = shorten(sample.response, SAMPLE_CHARACTERS)
             if sample.turns is not None:
-                most = SAMPLE_CHARACTERS // max(1, len(sample.turns))
-                record["turns"] = [[who, shorten(text, most)] for who, text in sample.turns]
+                max_characters = SAMPLE_CHARACTERS // max(1, len(sample.turns))
+                record["turns"] = [[author, shorten(text, max_characters)] for author, text in sample.turns]
             self._files[SAMPLES_FILE].write(record)
         return len(chosen)
 
@@ -277,15 +283,15 @@ class RunLog:
         """Drop later records except events; return their number."""
         for tracker in self._trackers:
             tracker.continue_from(step)
-        stepwise = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
-        dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise)
+        stepwise_files = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
+        dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise_files)
         answers = self._files[ANSWERS_FILE]
         return dropped + answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
 
     def close(self) -> None:
         exporters = [self._exporter] if self._exporter is not None else []
-        for one in (*self._files.values(), *self._trackers, *exporters):
-            one.close()
+        for output in (*self._files.values(), *self._trackers, *exporters):
+            output.close()
 
     def __enter__(self) -> Self:
         return self
@@ -331,14 +337,14 @@ class _TensorBoard:
         values = [self._summary.Summary.Value(tag=name, simple_value=n) for name, n in numbers.items()]
         summary = self._summary.Summary(value=values)
         event = self._proto.Event(wall_time=time.time(), step=step, summary=summary)
-        framed = BytesIO()
-        for one in (*self._header, event):
-            self._records.RecordWriter(framed).write(one.SerializeToString())
+        buffer = BytesIO()
+        for message in (*self._header, event):
+            self._records.RecordWriter(buffer).write(message.SerializeToString())
         with self._spare.file(self._folder):
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = FileIO(self._path, "ab")
-            append_atomic(self._file, framed.getvalue())
+            append_atomic(self._file, buffer.getvalue())
             self._header = []
 
     def continue_from(self, step: int) -> None:
@@ -357,17 +363,17 @@ class _Wandb:
 
     def __init__(self, run_dir: Path, append: bool, dispensable: OptionalFiles) -> None:
         wandb = _tracker("wandb", "wandb", "wandb")
-        known = run_dir / "wandb_id"
+        id_path = run_dir / "wandb_id"
         run_dir.mkdir(parents=True, exist_ok=True)
-        identity = known.read_text().strip() if append and known.exists() else None
+        run_id = id_path.read_text().strip() if append and id_path.exists() else None
         self._run = wandb.init(
-            project="megarl", id=identity, resume="allow", name=run_dir.name, dir=str(run_dir)
+            project="megarl", id=run_id, resume="allow", name=run_dir.name, dir=str(run_dir)
         )
         # W&B's step must not decrease, but ours restarts with each stage.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        with dispensable.file(known):
-            write_atomic(known, f"{self._run.id}\n")
+        with dispensable.file(id_path):
+            write_atomic(id_path, f"{self._run.id}\n")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({"step": step, **numbers})

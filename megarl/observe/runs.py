@@ -36,13 +36,13 @@ def read_jsonl(path: Path, valid: Callable[[Record], bool]) -> JsonLines:
             lines = file.read().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror} (is this the folder of a run?)") from error
-    found = JsonLines([], [])
+    json_lines = JsonLines([], [])
     for number, line in enumerate(lines, start=1):
         if (record := parse_record(line)) is not None and valid(record):
-            found.records.append(record)
+            json_lines.records.append(record)
         elif line.strip():
-            found.unreadable.append(number)
-    return found
+            json_lines.unreadable.append(number)
+    return json_lines
 
 
 def read_metrics(run_dir: Path) -> JsonLines:
@@ -107,10 +107,10 @@ def load_run(run_dir: Path) -> RecordedRun:
         path = run_dir / name
         return read_jsonl(path, valid) if path.exists() else JsonLines([], [])
 
-    known = {f.name: f.default for f in fields(SampleRecord)}
-    needed = {name for name, default in known.items() if default is MISSING}
+    defaults = {f.name: f.default for f in fields(SampleRecord)}
+    required_fields = {name for name, default in defaults.items() if default is MISSING}
     metrics = read_metrics(run_dir)
-    samples = read(run_log.SAMPLES_FILE, lambda record: needed <= record.keys())
+    samples = read(run_log.SAMPLES_FILE, lambda record: required_fields <= record.keys())
     distributions = read(run_log.DISTRIBUTIONS_FILE, is_step)
     events = read(
         run_log.EVENTS_FILE,
@@ -121,18 +121,20 @@ def load_run(run_dir: Path) -> RecordedRun:
     hangs = []  # of the watchdog
     for path in run_dir.glob("hang-*.txt"):
         with open_regular(path) as file:
-            first = file.readline(HANG_LINE).decode(errors="replace").strip()
-        line = f"hang, {first} ({path.name})"
+            first_line = file.readline(HANG_LINE).decode(errors="replace").strip()
+        line = f"hang, {first_line} ({path.name})"
         hangs.append({"time": path.stat().st_mtime, "event": line})
     return RecordedRun(
         name=run_dir.resolve().name,
         records=metrics.records,
         samples=[
-            SampleRecord(**{k: v for k, v in record.items() if k in known}) for record in samples.records
+            SampleRecord(**{k: v for k, v in record.items() if k in defaults}) for record in samples.records
         ],
         config=config,
         versions=read_mapping(run_dir / "versions.json"),
-        unreadable=sum(len(found.unreadable) for found in (metrics, samples, distributions, events)),
+        unreadable=sum(
+            len(json_lines.unreadable) for json_lines in (metrics, samples, distributions, events)
+        ),
         distributions=distributions.records,
         events=sorted([*events.records, *hangs], key=lambda record: record["time"]),
         timeline=timeline,
@@ -147,24 +149,27 @@ def read_timeline(
 
     Only an engine's first rank records waits for work, so they are copied to its others."""
 
-    def read(rank: int) -> list[Record]:
+    def read_phases(rank: int) -> list[Record]:
         path = run_dir / FOLDER / NAME.format(rank)
         return read_jsonl(path, is_phase).records if path.exists() else []
 
-    found = {rank: read(rank) for rank in ranks}
+    phases_by_rank = {rank: read_phases(rank) for rank in ranks}
     tp = (config.get("rollout") or {}).get("engine_tp") or 1
     rollout_ranks = (config.get("parallel") or {}).get("rollout_ranks") or 0
-    first = world - rollout_ranks if rollout_ranks else 0  # with an engine
-    for rank, phases in found.items():
-        leader = rank - (rank - first) % tp
-        if rank < first or leader == rank:
+    first_engine_rank = world - rollout_ranks if rollout_ranks else 0
+    for rank, phases in phases_by_rank.items():
+        leader = rank - (rank - first_engine_rank) % tp
+        if rank < first_engine_rank or leader == rank:
             continue
-        waits = {(p["stage"], p["step"], p["phase"]): p["waited"] for p in found.get(leader) or read(leader)}
+        waits_by_phase = {
+            (p["stage"], p["step"], p["phase"]): p["waited"]
+            for p in phases_by_rank.get(leader) or read_phases(leader)
+        }
         for phase in phases:
             if phase["phase"] in ("rollout", "evaluation"):
-                waited = waits.get((phase["stage"], phase["step"], phase["phase"]), 0.0)
+                waited = waits_by_phase.get((phase["stage"], phase["step"], phase["phase"]), 0.0)
                 phase["waited"] = min(waited, phase["end"] - phase["begin"])
-    return {rank: phases for rank, phases in found.items() if phases}
+    return {rank: phases for rank, phases in phases_by_rank.items() if phases}
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -187,12 +192,16 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
     """Return the shares of groups kept, all right and all wrong."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
-    known = {name: float(count) for name, count in counts.items() if count is not None}
-    total = sum(known.values())
-    return {name: count / total for name, count in known.items()} if len(known) == 3 and total > 0 else None
+    known_counts = {name: float(count) for name, count in counts.items() if count is not None}
+    total = sum(known_counts.values())
+    return (
+        {name: count / total for name, count in known_counts.items()}
+        if len(known_counts) == 3 and total > 0
+        else None
+    )
 
 
 def format_layout(parallel: Mapping[str, Any]) -> str:
     """Format as `TP 2 x PP 1 x DP 1`, with CP and EP if above 1."""
-    shown = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
-    return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in shown)
+    dimensions = ["tp", "pp", "dp", *(key for key in ("cp", "ep") if (parallel.get(key) or 1) > 1)]
+    return " x ".join(f"{key.upper()} {parallel.get(key) or 1}" for key in dimensions)

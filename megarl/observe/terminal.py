@@ -93,10 +93,10 @@ def format_duration(seconds: float) -> str:
     """Format as 0.82s, 1:15, 1:01:40 or 1d 1:00."""
     if seconds < 59.95:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours < 24:
-        return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
     return f"{hours // 24}d {hours % 24}:{minutes:02}"
 
 
@@ -114,8 +114,8 @@ def format_number(value: Any, form: str) -> str:
 
 
 def format_values(column: Column, record: Mapping[str, Any]) -> list[str]:
-    found = {**record, "groups_kept": (compute_group_shares(record) or {}).get("kept")}
-    return [format_number(found.get(key), column.form) for key in column.keys]
+    values = {**record, "groups_kept": (compute_group_shares(record) or {}).get("kept")}
+    return [format_number(values.get(key), column.form) for key in column.keys]
 
 
 def select_columns(record: Mapping[str, Any]) -> list[Column]:
@@ -126,29 +126,29 @@ def format_evaluation(record: Mapping[str, Any]) -> str:
     """Format an evaluation: `0.621 avg  0.700 pass  0.650 majority  (k 4, 512 problems)`.
 
     Only avg if k is 1 or differs between sets. Sets and sources have a line each, after any overall one."""
-    common = record.get("eval/k")
+    common_k = record.get("eval/k")
 
-    def line(prefix: str) -> str:
-        k = record.get(f"{prefix}/k", common)
+    def format_line(prefix: str) -> str:
+        k = record.get(f"{prefix}/k", common_k)
         names = ("avg", "pass", "majority") if (k or 1) > 1 else ("avg",)
-        remark = f"k {k}, " if k and (prefix == "eval" or k != common) else ""
+        remark = f"k {k}, " if k and (prefix == "eval" or k != common_k) else ""
         text = "  ".join(f"{format_number(record.get(f'{prefix}/{name}'), '.3f')} {name}" for name in names)
         problems = record.get(f"{prefix}/problems")
-        left_out = record.get(f"{prefix}/ungraded")
-        ungraded = f", {left_out} ungraded" if left_out else ""
-        return f"{text}  ({remark}{problems} problems{ungraded})" if problems is not None else text
+        num_ungraded = record.get(f"{prefix}/ungraded")
+        ungraded_text = f", {num_ungraded} ungraded" if num_ungraded else ""
+        return f"{text}  ({remark}{problems} problems{ungraded_text})" if problems is not None else text
 
     sources = list_evaluated_sources(record)
     width = max(map(len, sources), default=0)
-    lines = [f"{name:<{width}}  {line(f'eval/{name}')}" for name in sources]
+    lines = [f"{name:<{width}}  {format_line(f'eval/{name}')}" for name in sources]
     if "eval/avg" in record or "eval/problems" in record or not lines:
-        lines.insert(0, line("eval"))
+        lines.insert(0, format_line("eval"))
     return "\n      ".join(lines)
 
 
 def list_evaluated_sources(record: Mapping[str, Any]) -> list[str]:
-    found = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
-    return sorted(name for name in found if f"eval/{name}/avg" in record)
+    names = [key.removeprefix("eval/").removesuffix("/avg") for key in record if key.endswith("/avg")]
+    return sorted(name for name in names if f"eval/{name}/avg" in record)
 
 
 def resample(points: Sequence[float], width: int) -> list[float]:
@@ -160,10 +160,10 @@ def resample(points: Sequence[float], width: int) -> list[float]:
 
 def sparkline(points: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
     """Plot `points` as block characters."""
-    shown = resample(points, width)
-    low, high = min(shown), max(shown)
+    values = resample(points, width)
+    low, high = min(values), max(values)
     span = (high - low) or 1.0
-    return "".join(blocks[round((p - low) / span * (len(blocks) - 1))] for p in shown)
+    return "".join(blocks[round((p - low) / span * (len(blocks) - 1))] for p in values)
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,13 @@ class TerminalView:
 
     def _left(self) -> str:
         """Estimate the stage's remaining time; "" if unknown."""
-        (start, first), (now, last) = self._finished[0], self._finished[-1]
+        (first_time, first_step), (last_time, last_step) = self._finished[0], self._finished[-1]
         total = self.facts.total(self._record.get("stage", ""))
-        if last <= first or not total:
+        if last_step <= first_step or not total:
             return ""
-        return format_duration((now - start) / (last - first) * max(0, total - last))
+        return format_duration(
+            (last_time - first_time) / (last_step - first_step) * max(0, total - last_step)
+        )
 
     def _printable(self, text: str) -> str:
         line = printable(" ".join(text.split()))
@@ -272,9 +274,9 @@ class TerminalView:
     def _print_step(self, record: Mapping[str, Any]) -> None:
         stage, step = record["stage"], record["step"]
         total = self.facts.total(stage)
-        place = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
+        position = f"{step:>{len(str(total))}}/{total}" if total else f"{step}"
         if stage == EVALUATION:
-            self._print(f"eval  {place}  {format_evaluation(record)}")
+            self._print(f"eval  {position}  {format_evaluation(record)}")
             return
         # A stage's first record determines columns, to align lines.
         if stage not in self._columns:
@@ -283,12 +285,12 @@ class TerminalView:
             ]
         elif step % self.every and step != total:
             return
-        parts = [f"{'value' if stage == 'value_pretraining' else stage:<5} {place}"]
+        parts = [f"{'value' if stage == 'value_pretraining' else stage:<5} {position}"]
         for column in self._columns[stage]:
             texts = [text.rjust(column.width) for text in format_values(column, record)]
             parts.append(f"{column.short} {'/'.join(texts)}")
-        if left := self._left():
-            parts.append(f"left {left}")
+        if remaining_time := self._left():
+            parts.append(f"left {remaining_time}")
         self._print("  ".join(parts))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -297,17 +299,17 @@ class TerminalView:
 
     def _panel(self, width: int) -> Panel:
         one_line: dict[str, Any] = {"overflow": "ellipsis", "no_wrap": True}
-        facts = Text(self._printable(self.facts.header("  ")), style="dim", **one_line)
+        header_text = Text(self._printable(self.facts.header("  ")), style="dim", **one_line)
 
         stage, step = self._record.get("stage", TRAIN), self._record.get("step", 0)
-        total, left = self.facts.total(stage), self._left()
+        total, remaining_time = self.facts.total(stage), self._left()
         progress = Table.grid(padding=(0, 1), expand=True)
         progress.add_column(no_wrap=True)
         progress.add_column(ratio=1)
         progress.add_column(no_wrap=True)
         title = Text(f"{stage.replace('_', ' ')} {step}/{total}", style="bold")
         bar = ProgressBar(total=max(total, 1), completed=step)
-        progress.add_row(title, bar, Text(f"{left} left" if left else ""))
+        progress.add_row(title, bar, Text(f"{remaining_time} left" if remaining_time else ""))
 
         elapsed = format_duration(self.clock() - self._phase_since)
         phase = Text.assemble((self._printable(self._phase), "cyan"), f" {elapsed}", **one_line)
@@ -317,12 +319,12 @@ class TerminalView:
 
         sparks = Table.grid(padding=(0, 1))
         for name, (_, form) in SPARKS.items():
-            if course := self._history[name]:
-                line = sparkline(course, max(8, width - 40), ASCII_BLOCKS if self._ascii else BLOCKS)
-                ends = f"{format_number(course[0], form)} to {format_number(course[-1], form)}"
-                sparks.add_row(Text(name, "dim"), Text(line, "green"), ends)
+            if history := self._history[name]:
+                line = sparkline(history, max(8, width - 40), ASCII_BLOCKS if self._ascii else BLOCKS)
+                range_text = f"{format_number(history[0], form)} to {format_number(history[-1], form)}"
+                sparks.add_row(Text(name, "dim"), Text(line, "green"), range_text)
 
-        parts: list[Any] = [facts, progress, phase, Text(), self._numbers(width)]
+        parts: list[Any] = [header_text, progress, phase, Text(), self._numbers(width)]
         if sparks.row_count:
             parts += [Text(), sparks]
         if self._events:
@@ -337,9 +339,9 @@ class TerminalView:
         rows = -(-len(columns) // pairs)
         cells = [(c.long, " / ".join(format_values(c, self._record)), "") for c in columns]
         table = Table.grid(padding=(0, 1), expand=True)
-        for first in range(0, pairs * rows, rows):
+        for first_row in range(0, pairs * rows, rows):
             # Cut names, not numbers.
-            widest = max((len(texts) for _, texts, _ in cells[first : first + rows]), default=0)
+            widest = max((len(texts) for _, texts, _ in cells[first_row : first_row + rows]), default=0)
             room = (width - 4) // pairs - widest - 3
             table.add_column(style="dim", no_wrap=True, overflow="ellipsis", max_width=max(room, 1))
             table.add_column(justify="right", no_wrap=True)
@@ -361,8 +363,8 @@ class Follower:
         try:
             with open(self.path, "rb") as file:
                 status = self.path.stat()
-                replaced = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
-                self._read, self._inode = 0 if replaced else self._read, status.st_ino
+                is_replaced = self._read > 0 and (status.st_size < self._read or status.st_ino != self._inode)
+                self._read, self._inode = 0 if is_replaced else self._read, status.st_ino
                 file.seek(self._read)
                 content = file.read()
         except FileNotFoundError:
@@ -370,7 +372,7 @@ class Follower:
         end = content.rfind(b"\n") + 1
         self._read += end
         records = (parse_record(line) for line in content[:end].split(b"\n"))
-        return replaced, [record for record in records if record is not None and is_step(record)]
+        return is_replaced, [record for record in records if record is not None and is_step(record)]
 
 
 class _Clock:
@@ -393,16 +395,16 @@ def watch(
     if not (run_dir / "config.yaml").is_file():
         raise DataError(f"{run_dir}: no config.yaml (is this the folder of a run?)")
     settings = read_mapping(run_dir / "config.yaml")
-    facts = read_facts(run_dir, settings)
-    stage = main_stage(facts.recipe)
-    last = {(stage, facts.steps)}  # last records of a finished run
+    header = read_facts(run_dir, settings)
+    stage = main_stage(header.recipe)
+    final_steps = {(stage, header.steps)}  # last records of a finished run
     if stage == TRAIN and settings.get("data", {}).get("eval"):
-        last.add((EVALUATION, facts.steps))
+        final_steps.add((EVALUATION, header.steps))
     follower = Follower(run_dir / METRICS_FILE)
-    replaced, records = follower.read_new()
+    is_replaced, records = follower.read_new()
     while True:
-        missing, clock = set(last), _Clock()
-        with TerminalView("auto", facts, console, clock=clock) as view:
+        missing_steps, clock = set(final_steps), _Clock()
+        with TerminalView("auto", header, console, clock=clock) as view:
             while True:
                 for record in records:
                     if not clock.since:
@@ -411,13 +413,13 @@ def watch(
                         view.event(str(event))
                     view.step(record)
                     view.phase(f"after {record['stage'].replace('_', ' ')} step {record['step']}")
-                    missing.discard((record["stage"], record["step"]))
+                    missing_steps.discard((record["stage"], record["step"]))
                 clock.since = clock.since or time.monotonic()
-                if once or not missing:
+                if once or not missing_steps:
                     return
                 wait(WATCH_PERIOD)
-                replaced, records = follower.read_new()
-                if replaced:
+                is_replaced, records = follower.read_new()
+                if is_replaced:
                     view.event("the run went back to a checkpoint")
                     break
 
@@ -429,7 +431,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunHeader:
         sizes = read_json(path / "config.json")
         layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
         model = f"{sizes.get('model_type')} {layers} layers x {width}"
-    critic = settings.get("algorithm", {}).get("advantage") in ("gae", "prompt_value")
+    has_critic = settings.get("algorithm", {}).get("advantage") in ("gae", "prompt_value")
     return RunHeader(
         name=run_dir.resolve().name,
         recipe=str(settings.get("recipe")),
@@ -437,5 +439,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunHeader:
         layout=format_layout(settings.get("parallel", {})),
         device=str(settings.get("parallel", {}).get("device", "auto")),
         steps=int(settings.get("steps", 0)),
-        value_pretraining_steps=int(settings.get("value_pretraining", {}).get("steps", 0)) if critic else 0,
+        value_pretraining_steps=int(settings.get("value_pretraining", {}).get("steps", 0))
+        if has_critic
+        else 0,
     )

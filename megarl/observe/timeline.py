@@ -74,13 +74,13 @@ class Timeline:
 
 
 def is_phase(record: Record) -> bool:
-    times = all(isinstance(record.get(key), int | float) for key in ("begin", "end", "waited"))
-    return is_step(record) and isinstance(record.get("phase"), str) and times
+    has_times = all(isinstance(record.get(key), int | float) for key in ("begin", "end", "waited"))
+    return is_step(record) and isinstance(record.get("phase"), str) and has_times
 
 
 def timeline_ranks(run_dir: Path) -> list[int]:
-    found = (run_dir / FOLDER).glob(NAME.replace("{:05d}", "*"))
-    numbers = (path.stem.removeprefix("rank-") for path in found)
+    paths = (run_dir / FOLDER).glob(NAME.replace("{:05d}", "*"))
+    numbers = (path.stem.removeprefix("rank-") for path in paths)
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 

@@ -71,8 +71,8 @@ class VerifierPool:
         sandbox: str = STRICT,
     ) -> None:
         if workers < 1 or timeout <= 0 or memory_mib < 64:
-            given = f"{workers}, {timeout}, {memory_mib}"
-            raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {given})")
+            actual = f"{workers}, {timeout}, {memory_mib}"
+            raise ValueError(f"workers >= 1, timeout > 0 and memory_mib >= 64 expected (got {actual})")
         self.timeout = timeout
         self._settings: dict[str, Any] = {
             "verifier": verifier_path(verifier_name),
@@ -82,8 +82,8 @@ class VerifierPool:
         }
         _load_functions(self._settings)
         paths = [self._settings["verifier"], *own, *(term.function for term in terms.values())]
-        ours = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
-        self._sandbox = CALCULATE if ours else sandbox
+        all_calculate = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
+        self._sandbox = CALCULATE if all_calculate else sandbox
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
         self._has_graded = False
@@ -115,7 +115,11 @@ class VerifierPool:
 
     @property
     def pids(self) -> list[int]:
-        return [one.pid for one in self._workers if one is not None and one.pid is not None and one.alive]
+        return [
+            worker.pid
+            for worker in self._workers
+            if worker is not None and worker.pid is not None and worker.alive
+        ]
 
     @property
     def waiting(self) -> int:
@@ -140,15 +144,15 @@ class VerifierPool:
 
     async def _verify(self, items: Sequence[Item]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(items)
-        todo = deque(range(len(items)))
-        lost: set[int] = set()
+        pending_items = deque(range(len(items)))
+        retried_items: set[int] = set()
         workers = len(self._workers)
-        at_most = max(1, min(_MAX_BATCH, len(items) // (4 * workers)))
+        max_batch = max(1, min(_MAX_BATCH, len(items) // (4 * workers)))
 
-        failed: list[Exception] = []
+        start_errors: list[Exception] = []
 
         async def grade_batches(slot: int) -> None:
-            while todo:
+            while pending_items:
                 worker = self._workers[slot]
                 if worker is None or not worker.alive:
                     try:
@@ -156,38 +160,46 @@ class VerifierPool:
                     except (WaitTimeout, ConfigError) as problem:
                         if not self._has_graded:
                             raise
-                        failed.append(problem)
+                        start_errors.append(problem)
                         return
-                worker.send_batch([todo.popleft() for _ in range(min(at_most, len(todo)))], items)
+                worker.send_batch(
+                    [pending_items.popleft() for _ in range(min(max_batch, len(pending_items)))], items
+                )
                 while worker.batch:
                     start = time.monotonic()
                     try:
                         verdict = _read_verdict(await worker.receive(self.timeout))
                     except (TimeoutError, EOFError, ValueError, TypeError) as problem:
-                        late = isinstance(problem, TimeoutError)
-                        own = late and worker.calculated_since(start) >= _BUSY * self.timeout
-                        item, how = worker.batch[0], worker.end()
-                        if own or item in lost:
-                            error = f"timeout after {self.timeout:g} s" if late else f"verifier died ({how})"
+                        is_timeout = isinstance(problem, TimeoutError)
+                        is_answers_fault = (
+                            is_timeout and worker.calculated_since(start) >= _BUSY * self.timeout
+                        )
+                        item, exit_reason = worker.batch[0], worker.end()
+                        if is_answers_fault or item in retried_items:
+                            error = (
+                                f"timeout after {self.timeout:g} s"
+                                if is_timeout
+                                else f"verifier died ({exit_reason})"
+                            )
                             verdicts[worker.batch.popleft()] = Verdict(False, error=error)
-                        lost.add(item)
-                        todo.extendleft(reversed(worker.batch))
+                        retried_items.add(item)
+                        pending_items.extendleft(reversed(worker.batch))
                         worker.batch.clear()
                     else:
                         self._has_graded = True
                         verdicts[worker.batch.popleft()] = verdict
 
         slots = range(min(workers, len(items)))
-        while todo and len(failed) < len(slots):
+        while pending_items and len(start_errors) < len(slots):
             await asyncio.gather(*(grade_batches(slot) for slot in slots))
-        for item in todo:
-            verdicts[item] = Verdict(False, error=str(failed[-1]), graded=False)
+        for item in pending_items:
+            verdicts[item] = Verdict(False, error=str(start_errors[-1]), graded=False)
         return cast(list[Verdict], verdicts)
 
     async def _start(self, slot: int) -> _Worker:
         while True:
-            if (old := self._workers[slot]) is not None:
-                old.end()
+            if (old_worker := self._workers[slot]) is not None:
+                old_worker.end()
             self._workers[slot] = worker = None
             try:
                 worker = self._workers[slot] = _Worker(self._sandbox)
@@ -200,11 +212,11 @@ class VerifierPool:
                 if isinstance(error, TimeoutError) and (
                     not self._has_graded or self._failed_starts >= FAILED_STARTS
                 ):
-                    late = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
-                    raise WaitTimeout(f"reward.verifier: {late}") from None
+                    timeout_text = f"a worker process was not ready within {START_LIMIT:g} s ({reason})"
+                    raise WaitTimeout(f"reward.verifier: {timeout_text}") from None
                 if self._failed_starts >= FAILED_STARTS:
-                    died = f"{FAILED_STARTS} worker processes died at their start ({reason})"
-                    raise ConfigError(f"reward.verifier: {died}") from None
+                    death_text = f"{FAILED_STARTS} worker processes died at their start ({reason})"
+                    raise ConfigError(f"reward.verifier: {death_text}") from None
                 continue
             if problem is not None:
                 raise ConfigError(problem)
@@ -242,7 +254,7 @@ def grade(
     """Grade a response; compute terms if `size` (length, longest, truncated) is given.
 
     Out of memory or stack, it is wrong; after other exceptions, ungraded."""
-    at, answer = "", reference if isinstance(reference, str) else reference.answer
+    where, answer = "", reference if isinstance(reference, str) else reference.answer
     try:
         if isinstance(reference, str):
             result: object = verifier(response, reference)
@@ -252,18 +264,18 @@ def grade(
         if not size or verdict.error is not None:
             return verdict
         length, longest, truncated = size
-        graded, values = GradedResponse(response, answer, length, longest, truncated, verdict), {}
+        graded_response, values = GradedResponse(response, answer, length, longest, truncated, verdict), {}
         for name, term in terms.items():
-            at = f"reward.terms.{name}: "
-            values[name] = finite(term(graded), "it returned", "not a number")
+            where = f"reward.terms.{name}: "
+            values[name] = finite(term(graded_response), "it returned", "not a number")
         return replace(verdict, terms=values)
     except (MemoryError, RecursionError) as error:
         what = "memory" if isinstance(error, MemoryError) else "stack"
-        return Verdict(False, error=f"{at}{'it' if at else 'verifier'} ran out of {what}")
+        return Verdict(False, error=f"{where}{'it' if where else 'verifier'} ran out of {what}")
     except UnusableError as problem:
-        return Verdict(False, error=f"{at}{problem}", graded=False)
+        return Verdict(False, error=f"{where}{problem}", graded=False)
     except Exception as error:  # noqa: BLE001 (a verifier's bug must not end the run: it is recorded)
-        return Verdict(False, error=f"{at}{type(error).__name__}: {error}".split("\n")[0], graded=False)
+        return Verdict(False, error=f"{where}{type(error).__name__}: {error}".split("\n")[0], graded=False)
 
 
 def _load_functions(settings: Mapping[str, Any]) -> tuple[Verifier, dict[str, Term]]:
@@ -280,7 +292,7 @@ def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]
     for name in settings["own"]:
         get_verifier(name)
 
-    def verdicts(batch: Any) -> Iterator[Any]:
+    def grade_batch(batch: Any) -> Iterator[Any]:
         for response, reference, *size in batch:
             if isinstance(reference, list):
                 reference = Reference(*reference)
@@ -288,4 +300,4 @@ def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]
             texts = short(verdict.extracted), short(verdict.error)
             yield [verdict.correct, *texts, verdict.score, verdict.terms, verdict.graded]
 
-    return verdicts
+    return grade_batch

@@ -171,9 +171,9 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     settings = json.loads(source.readline())
     # User code's output must not mix with messages; stderr reports a failed start.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    null_device = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null_device, 0)
+    os.dup2(null_device, 1)
     limit = settings["memory_mib"] << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_AS, (limit + _MAPPED, limit + _MAPPED))
@@ -184,15 +184,15 @@ def serve(process: Supervised, prepare: Callable[[dict[str, Any]], Callable[[Any
         sink.flush()
 
     try:
-        answers_to = prepare(settings)
+        answer_message = prepare(settings)
     except ConfigError as error:
         write(str(error))
         return
-    os.dup2(nowhere, 2)
+    os.dup2(null_device, 2)
     restrict(process)
     write(None)
     for line in source:
-        for answer in answers_to(json.loads(line)):
+        for answer in answer_message(json.loads(line)):
             write(answer)
 
 

@@ -79,16 +79,16 @@ def supervise(sandbox: str) -> Supervised:
     _call(_LIBC.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     init = _enter_namespaces() if sandbox != OFF and _can_enter_namespaces() else None
     protected = (os.getpid(), trainer)
-    written, write = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child:
         os.write(1, json.dumps(child).encode() + b"\n")
-        os.close(write)
+        os.close(write_end)
         _watch(child, init, trainer, folder)
     _die_with_parent()
-    os.close(write)
-    os.read(written, 1)  # the process id must come before its messages
-    os.close(written)
+    os.close(write_end)
+    os.read(read_end, 1)  # the process id must come before its messages
+    os.close(read_end)
     os.setsid()  # so it cannot join another process group
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     if init is not None:
@@ -99,14 +99,14 @@ def supervise(sandbox: str) -> Supervised:
 
 
 def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)  # so messages end when the child does
+    null_device = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null_device, 0)
+    os.dup2(null_device, 1)  # so messages end when the child does
     code: int | None = None
     while code is None:
-        received = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            code = -received.si_signo
+        signal_info = signal.sigtimedwait(_WATCHED, _PARENT_CHECK)
+        if signal_info is not None and signal_info.si_signo != signal.SIGCHLD:
+            code = -signal_info.si_signo
         elif os.getppid() != trainer:
             code = 0
         else:
@@ -131,20 +131,20 @@ def _remove(folder: Path) -> None:
                 os.unlink(entry.path)
                 continue
             os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                os.rename(inner.path, folder / uuid.uuid4().hex)
+            for nested_entry in list(os.scandir(entry.path)):
+                os.rename(nested_entry.path, folder / uuid.uuid4().hex)
             os.rmdir(entry.path)
     os.rmdir(folder)
 
 
 def _reap(child: int) -> int | None:
     """Return the child's exit code (negative: signal), None while it runs."""
-    found = None
+    exit_code = None
     with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                found = os.waitstatus_to_exitcode(ended[1])
-    return found
+        while (pid_and_status := os.waitpid(-1, os.WNOHANG))[0]:
+            if pid_and_status[0] == child:
+                exit_code = os.waitstatus_to_exitcode(pid_and_status[1])
+    return exit_code
 
 
 def _kill_rest(init: int | None) -> None:
@@ -152,10 +152,10 @@ def _kill_rest(init: int | None) -> None:
         os.kill(init, signal.SIGKILL)
     while True:
         try:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
+            ended_pid, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if ended:
+        if ended_pid:
             continue
         if init is None:
             # Stop all first, so that none escapes by forking.
@@ -173,11 +173,11 @@ def _descendants() -> set[int]:
             with suppress(OSError):
                 fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2].split()
                 parents[int(entry)] = int(fields[1])
-    found, new = set[int](), {os.getpid()}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new} - found
-        found |= new
-    return found
+    descendants, children = set[int](), {os.getpid()}
+    while children:
+        children = {pid for pid, parent in parents.items() if parent in children} - descendants
+        descendants |= children
+    return descendants
 
 
 def _enter_namespaces() -> int:
@@ -198,9 +198,9 @@ def _enter_namespaces() -> int:
     if init:
         return init
     _die_with_parent()
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
-        os.dup2(nowhere, stream)
+        os.dup2(null_device, stream)
     while True:  # inherits orphans
         signal.sigwait({signal.SIGCHLD})
         _reap(0)
@@ -248,20 +248,20 @@ def restrict(process: Supervised) -> list[str]:
 def probe() -> tuple[list[str], dict[str, bool]]:
     """Try `restrict`; return its layers and the targets that it protects."""
     boot = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.sandbox import try_to_escape; "
-    with tempfile.NamedTemporaryFile() as other:
+    with tempfile.NamedTemporaryFile() as other_file:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"{boot}try_to_escape(sys.argv[1])", other.name, *sys.path],
+            [sys.executable, "-c", f"{boot}try_to_escape(sys.argv[1])", other_file.name, *sys.path],
             stdout=subprocess.PIPE,
         )
         try:
             output, is_over = process.communicate(timeout=_PROBE_LIMIT)[0], True
-        except subprocess.TimeoutExpired as late:  # a descendant has the pipe
+        except subprocess.TimeoutExpired as timeout:  # a descendant has the pipe
             process.kill()
-            output, is_over = late.output or b"", False
+            output, is_over = timeout.output or b"", False
     if len(lines := output.splitlines()) < 2:
         return [], dict.fromkeys((PROCESSES, FILES, SOCKETS, LATER), False)
-    layers, held = json.loads(lines[1])
-    return layers, held | {LATER: is_over}
+    layers, protection = json.loads(lines[1])
+    return layers, protection | {LATER: is_over}
 
 
 def try_to_escape(other_file: str) -> NoReturn:
@@ -281,12 +281,12 @@ def try_to_escape(other_file: str) -> NoReturn:
         if not os.fork():
             time.sleep(2 * _PROBE_LIMIT)
         os._exit(0)
-    held = {
+    protection = {
         PROCESSES: fails(lambda: os.kill(trainer, 0)) and fails(Path(f"/proc/{trainer}/environ").read_bytes),
         FILES: fails(lambda: open(other_file, "ab").close()) and fails(lambda: os.chmod(other_file, 0o644)),
         SOCKETS: fails(lambda: socket.socket().close()),
     }
-    os.write(1, json.dumps([layers, held]).encode() + b"\n")
+    os.write(1, json.dumps([layers, protection]).encode() + b"\n")
     os._exit(0)
 
 
@@ -295,13 +295,13 @@ def _make_read_only(folder: Path) -> bool:
 
     Landlock ignores modes, owners, times and extended attributes."""
     read_only, writable = struct.pack("=QQQQ", 1, 0, 0, 0), struct.pack("=QQQQ", 0, 1, 0, 0)
-    here, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
-    place = str(folder).encode()
+    at_fdcwd, recursive = -100, 0x8000  # AT_FDCWD, AT_RECURSIVE
+    path = str(folder).encode()
     try:
         _call(_LIBC.unshare, _NEW_MOUNTS)  # the supervisor keeps its mounts
-        _call(_LIBC.mount, place, place, None, _BIND, None)
-        _call(_LIBC.syscall, _MOUNT_SETATTR, here, b"/", recursive, read_only, len(read_only))
-        _call(_LIBC.syscall, _MOUNT_SETATTR, here, place, 0, writable, len(writable))
+        _call(_LIBC.mount, path, path, None, _BIND, None)
+        _call(_LIBC.syscall, _MOUNT_SETATTR, at_fdcwd, b"/", recursive, read_only, len(read_only))
+        _call(_LIBC.syscall, _MOUNT_SETATTR, at_fdcwd, path, 0, writable, len(writable))
     except OSError:
         return False
     return True
@@ -310,11 +310,11 @@ def _make_read_only(folder: Path) -> bool:
 def _drop_capabilities() -> None:
     """Drop capabilities, which under no_new_privs no exec restores."""
     header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
-    held = ctypes.create_string_buffer(24)
-    _call(_LIBC.capget, header, held)
-    effective, permitted, _, *_ = struct.unpack("=6I", held.raw)
-    kept = struct.pack("=6I", effective & _CAN_READ_ALL, permitted & _CAN_READ_ALL, 0, 0, 0, 0)
-    _call(_LIBC.capset, header, kept)
+    old_capabilities = ctypes.create_string_buffer(24)
+    _call(_LIBC.capget, header, old_capabilities)
+    effective, permitted, _, *_ = struct.unpack("=6I", old_capabilities.raw)
+    new_capabilities = struct.pack("=6I", effective & _CAN_READ_ALL, permitted & _CAN_READ_ALL, 0, 0, 0, 0)
+    _call(_LIBC.capset, header, new_capabilities)
 
 
 # ---- Landlock (linux/landlock.h; the same numbers on all architectures) ----
@@ -335,30 +335,30 @@ def _landlock(process: Supervised) -> int:
     """Restrict reading and writing; return Landlock's version."""
     if not (version := landlock_version()):
         return 0
-    handled = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
+    handled_rights = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
     tcp = 0b11 if process.sandbox != NETWORK else 0
-    attributes = struct.pack("=QQQ", handled, tcp, 0b11)  # last: abstract sockets, signals
+    attributes = struct.pack("=QQQ", handled_rights, tcp, 0b11)  # last: abstract sockets, signals
     ruleset = int(
         _call(
             _LIBC.syscall, _CREATE_RULESET, attributes, 24 if version >= 6 else 16 if version >= 4 else 8, 0
         )
     )
-    reading = _EXECUTE | _READ | _READ_DIR
+    read_rights = _EXECUTE | _READ | _READ_DIR
     for path, rights in (
-        *((path, reading) for path in _readable()),
+        *((path, read_rights) for path in _readable()),
         *((Path("/dev", name), _READ | _WRITE) for name in _DEVICES),
-        (process.folder, handled),
+        (process.folder, handled_rights),
     ):
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
         try:
-            allowed = rights & handled if path.is_dir() else rights & handled & _OF_FILES
-            rule = struct.pack("=Qi", allowed, place)
+            allowed_rights = rights & handled_rights if path.is_dir() else rights & handled_rights & _OF_FILES
+            rule = struct.pack("=Qi", allowed_rights, descriptor)
             _call(_LIBC.syscall, _ADD_RULE, ruleset, 1, rule, 0)
         finally:
-            os.close(place)
+            os.close(descriptor)
     _call(_LIBC.syscall, _RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
     return version
@@ -370,25 +370,25 @@ def _readable() -> Iterator[Path]:
     All but temporary folders, devices, sockets, and the home's hidden entries, which hold keys. The current
     folder and Python's may lie in these.
     """
-    keys, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
+    hidden_entries, homes = set[Path](), {Path(os.environ.get("HOME", "/"))}
     with suppress(KeyError):  # a user id without a name
         homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
     for home in homes:
         with suppress(OSError):
-            keys.update(entry for entry in home.resolve().iterdir() if entry.name.startswith("."))
-    private = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
-    needed = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
-    for path in {Path(one).resolve() for one in (*needed, "/etc/resolv.conf")}:
+            hidden_entries.update(entry for entry in home.resolve().iterdir() if entry.name.startswith("."))
+    private_folders = {Path(path).resolve() for path in ("/tmp", "/var/tmp", "/dev", "/run", "/var/run")}
+    needed_paths = [*filter(os.path.exists, sys.path), os.getcwd(), sys.prefix, sys.base_prefix]
+    for path in {Path(name).resolve() for name in (*needed_paths, "/etc/resolv.conf")}:
         # Not if it is a private folder itself.
-        yield from _without(path, keys | (private - set(path.parents)))
-    yield from _without(Path("/"), keys | private)
+        yield from _without(path, hidden_entries | (private_folders - set(path.parents)))
+    yield from _without(Path("/"), hidden_entries | private_folders)
 
 
 def _without(folder: Path, hidden: set[Path]) -> Iterator[Path]:
     """Yield the folder, or its largest parts without hidden entries."""
     if folder in hidden:
         return
-    if not any(folder in one.parents for one in hidden):
+    if not any(folder in path.parents for path in hidden):
         yield folder
         return
     with suppress(OSError):
@@ -478,16 +478,16 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
         yield Rule("clone", 0, lacks=_CLONE_THREAD)
     if in_namespace:
         return
-    own = os.getpid()
+    own_pid = os.getpid()
     for name in _OF_PROCESS:
-        yield Rule(name, 0, unless=(0, own))
+        yield Rule(name, 0, unless=(0, own_pid))
     yield from map(Rule, ("migrate_pages", "move_pages", "ioprio_set", "pidfd_send_signal"))
-    yield Rule("setpriority", 1, unless=(0, own))
+    yield Rule("setpriority", 1, unless=(0, own_pid))
     groups = [os.getpgid(pid) for pid in process.protected]
     forbidden = [-1, *process.protected, *(-group for group in groups)]
     for name in _SIGNALS:
         if process.sandbox == CALCULATE:
-            yield Rule(name, 0, unless=(own,))
+            yield Rule(name, 0, unless=(own_pid,))
         else:  # it may end its children
             yield Rule(name, 0, among=forbidden)
 
@@ -495,34 +495,34 @@ def rules(process: Supervised, in_namespace: bool, is_read_only: bool) -> Iterat
 def filter_program(found: Iterable[Rule], machine: str) -> bytes:
     column, architecture = _MACHINES[machine]
     load, equal, at_least, has_bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    number, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW
+    number_offset, fails, allow = 0, 0x50000, 0x7FFF0000  # SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
 
     program = [step(load, 4), step(equal, architecture, 1, 0), step(end, fails | errno.EPERM)]
-    program.append(step(load, number))
+    program.append(step(load, number_offset))
     # x86_64 has aliases of the calls from here on.
     program += [step(at_least, 0x40000000, 0, 1), step(end, fails | errno.EPERM)]
     for rule in found:
         if not (call := (_ALWAYS | _SOMETIMES | _ATTRIBUTES)[rule.name][column]):
             continue
-        failing = step(end, fails | rule.error)
-        body = [failing]
+        fail_step = step(end, fails | rule.error)
+        body = [fail_step]
         if rule.argument is not None:
             body = [step(load, 16 + 8 * rule.argument)]  # these calls read only the lower half
             if rule.bits:
-                body += [step(has_bits, rule.bits, 0, 1), failing]
+                body += [step(has_bits, rule.bits, 0, 1), fail_step]
             elif rule.lacks:
-                body += [step(has_bits, rule.lacks, 1, 0), failing]
+                body += [step(has_bits, rule.lacks, 1, 0), fail_step]
             elif rule.among:
                 for value in rule.among:
-                    body += [step(equal, value, 0, 1), failing]
+                    body += [step(equal, value, 0, 1), fail_step]
             else:
-                left = len(rule.unless)
-                body += [step(equal, value, left - i, 0) for i, value in enumerate(rule.unless)]
-                body.append(failing)
-            body.append(step(load, number))
+                num_values = len(rule.unless)
+                body += [step(equal, value, num_values - i, 0) for i, value in enumerate(rule.unless)]
+                body.append(fail_step)
+            body.append(step(load, number_offset))
         program += [step(equal, call, 0, len(body)), *body]
     return b"".join([*program, step(end, allow)])
 
@@ -532,18 +532,20 @@ def _filter_calls(process: Supervised, in_namespace: bool, is_read_only: bool) -
     if (machine := platform.machine()) not in _MACHINES:
         return False
     code = filter_program(rules(process, in_namespace, is_read_only), machine)
-    text = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(text))
-    everywhere, mode = 1, 1  # SECCOMP_FILTER_FLAG_TSYNC, SECCOMP_SET_MODE_FILTER
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    all_threads, mode = 1, 1  # SECCOMP_FILTER_FLAG_TSYNC, SECCOMP_SET_MODE_FILTER
     call = {"x86_64": 317, "aarch64": 277}[machine]
-    return _works(_LIBC.syscall, call, mode, everywhere, program)
+    return _works(_LIBC.syscall, call, mode, all_threads, program)
 
 
 def _call(function: Callable[..., int], *arguments: object) -> int:
     """Call a C function with integers as long. Raises OSError."""
     ctypes.set_errno(0)
-    given = (ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)
-    if (result := function(*given)) < 0:
+    c_arguments = (
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    )
+    if (result := function(*c_arguments)) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return result

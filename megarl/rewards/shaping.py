@@ -48,5 +48,5 @@ def matches(response: GradedResponse, pattern: str = THINK_ANSWER) -> float:
 
 def boxed_or_answer_line(response: GradedResponse) -> float:
     r"""Return 1 if there is an `Answer: ...` or `\boxed{...}`, else 0."""
-    found = (plugin("megarl.answers", place)(response.text) for place in ("line", "boxed"))
-    return float(any(answer is not None for answer in found))
+    answers = (plugin("megarl.answers", plugin_name)(response.text) for plugin_name in ("line", "boxed"))
+    return float(any(answer is not None for answer in answers))

@@ -139,11 +139,11 @@ def verifier_path(name: str) -> str:
     """Return the `module:function` of a verifier's name or path. Raises ConfigError."""
     if all(name.partition(":")):
         return name
-    known = plugins("megarl.verifiers")
-    if name not in known:
-        remedy = f"use {', '.join(known)} or package.module:function" if known else REINSTALL
+    verifiers = plugins("megarl.verifiers")
+    if name not in verifiers:
+        remedy = f"use {', '.join(verifiers)} or package.module:function" if verifiers else REINSTALL
         raise ConfigError(f"reward.verifier: unknown verifier {name!r} ({remedy})")
-    return known[name].value
+    return verifiers[name].value
 
 
 def get_verifier(name: str) -> Verifier:
@@ -170,9 +170,11 @@ def import_object(key: str, path: str, what: str = "function") -> Callable[..., 
             f"{key}: {module_name} cannot be imported: {type(error).__name__}: {first_line(error)} "
             f"(it must lie on PYTHONPATH or in the current folder)"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = difflib.get_close_matches(name, [k for k, value in vars(module).items() if callable(value)])
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    imported_object = getattr(module, name, None)
+    if not callable(imported_object):
+        close_names = difflib.get_close_matches(
+            name, [k for k, value in vars(module).items() if callable(value)]
+        )
+        hint = f" (did you mean {' or '.join(close_names)}?)" if close_names else ""
         raise ConfigError(f"{key}: {module_name} has no {what} {name}{hint}")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], imported_object)
