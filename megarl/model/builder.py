@@ -93,7 +93,7 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 def warn_unfused_attention(model: ModelConfig) -> str:
     """Return a warning if Transformer Engine's last pass used unfused attention; empty if not.
 
-    It does so silently when no fused kernel takes the shapes. In float32 it has no other kernel."""
+    In float32 it has no other kernel."""
     module = sys.modules.get(_ATTENTION)
     chosen = module and vars(module)["_attention_backends"]["use_unfused_attention"]
     if not chosen or model.dtype == "fp32" or model.attention != "auto":
@@ -258,7 +258,7 @@ class Actor(_Body):
 
 
 class Critic(_Body):
-    """forward(...) -> values, float32 [r]. Its embeddings are not tied."""
+    """forward(...) -> values, float32 [r]."""
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=False)
@@ -268,7 +268,7 @@ class Critic(_Body):
                 torch.nn.Linear, hf.hidden_size, 1, bias=False, dtype=torch.float32, device=runtime.device
             )
             torch.nn.init.zeros_(self.value_head.weight)
-            # Megatron sums marked gradients over tensor-parallel ranks, each of which has part of the tokens.
+            # Each rank has part of the tokens; Megatron sums marked gradients.
             self.value_head.weight.sequence_parallel = self.config.sequence_parallel
             # Megatron's Muon leaves marked parameters to Adam.
             self.value_head.weight.is_embedding_or_output_parameter = True
@@ -293,7 +293,6 @@ class ModelChunks(torch.nn.Module):
 
     @property
     def config(self) -> TransformerConfig:
-        """Return the first chunk's config; Megatron's schedule reads only this one."""
         return self.chunks[0].config
 
     @property

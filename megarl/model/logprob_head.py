@@ -1,7 +1,6 @@
 """Compute log-probabilities, entropy and top k from hidden states with a vocab-parallel head.
 
-Logits exist for `chunk` vocabulary entries at a time, forward and backward, because all of them would take
-gigabytes.
+Logits exist for `chunk` vocabulary entries at a time: all of them would take gigabytes.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def vocab_parallel_top_k(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [tokens, k], and ids, int64 [tokens, k], of the top k below `limit`.
 
-    pi is over the whole vocabulary."""
+    Probabilities are over the whole vocabulary."""
     maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(maximum)
     best = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
@@ -176,13 +175,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns in this chunk, and whether they are in it."""
     column = local - part.start
     size = part.stop - part.start
     return column.clamp(0, size - 1), (column >= 0) & (column < size)
 
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:
-    """Raise `maximum` to `other`; return the factor that rescales sums of exp(x - maximum)."""
+    """Raise `maximum` to at least `other`; return the factor that rescales sums of exp(x - maximum)."""
     before = maximum.clone()
     return (before - torch.maximum(before, other, out=maximum)).exp_()

@@ -27,7 +27,7 @@ from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
 from megarl.weights.families import Sizes
 
 MAX_PADDING = 0.10  # largest share of padding in a bucket
-MASK = 2**22  # number of query-key pairs of one attention mask
+MASK = 2**22  # query-key pairs of one attention mask
 
 # Start and length of each sequence's shared prompt, int64 [n] each; length 0: none.
 Prompts = tuple[Tensor, Tensor]
@@ -51,11 +51,11 @@ class AttentionPlan:
 
     The causal mask hides padding, which is on the right.
 
-    padded_from_packed  int64 [padded]  token at each padded position (padding: the row's last token)
+    padded_from_packed  int64 [padded]  token at each position (padding: the row's last)
     packed_from_padded  int64 [tokens]  padded position of each token
 
     Under context parallelism, tokens and rows are this rank's, and keys those of whole sequences:
-    keys       int64 [cp * padded]  index of each key in all ranks' concatenated tokens
+    keys       int64 [cp * padded]  index of each key in all ranks' tokens
     positions  int64 [padded]       position of each query in its sequence
     """
 
@@ -151,8 +151,6 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Copy padded positions to packed tokens."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
         ctx.plan, ctx.rows = plan, x.shape[0]
@@ -203,7 +201,7 @@ class _AttendOverRanks(torch.autograd.Function):
 def _gather(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's queries, and whole sequences' keys and values [.., groups, 2 d], padded."""
+    """Return this rank's queries, and all keys and values [.., groups, 2 d], padded."""
     assert plan.keys is not None
     local = torch.cat((key, value), dim=-1)
     whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
@@ -277,7 +275,7 @@ class PackedPlan(PackedSeqParams):
         cp_rank: int = 0,
         prompts: Prompts | None = None,
     ) -> PackedPlan:
-        """Plan the attention of a pack on rank `cp_rank` of `cp`."""
+        """Plan the attention of a pack."""
         longest = int(cu_seqlens.diff().max())
         ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
@@ -333,7 +331,7 @@ class PackedAttention(MegatronModule):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention with rotary angles from the pack (`PackedPlan`).
+    """Multi-latent attention with rotary angles from the pack (`PackedPlan`).
 
     Portable layers replicate both projections to latents on all tensor-parallel ranks. Megatron's local spec
     splits them, with wrong input gradients under sequence parallelism (megatron-core 0.16.1 and 0.18.2)."""
@@ -362,7 +360,7 @@ class AnglesOfPack(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer replicated on tensor-parallel ranks; Megatron sums its gradient over their tokens."""
+    """A replicated linear layer; Megatron sums its gradient over tensor-parallel ranks."""
 
     def __init__(self, config: Any, weight: Tensor) -> None:
         super().__init__()
@@ -398,8 +396,8 @@ class GatedDeltaNet(MegatronModule):
 
     Rows of in_proj and channels of the convolution are grouped by key head, so heads are never split. A
     group has query and key, then values, beta, alpha and output gates of the heads that share the key.
-    Under context parallelism each rank processes whole sequences with part of the heads (as arXiv 2309.14509
-    does for attention)."""
+    Under context parallelism each rank processes whole sequences with part of the heads (Ulysses, arXiv
+    2309.14509)."""
 
     def __init__(self, config: Any, sizes: Sizes, pg_collection: Any, **_: Any) -> None:
         super().__init__(config)
@@ -449,7 +447,7 @@ class GatedDeltaNet(MegatronModule):
             whole = tensor_parallel.all_to_all(self.group, part.contiguous())
             out = self._attend(whole.index_select(0, plan.keys), plan, self.group.rank())
             numbers = torch.arange(len(plan.keys), device=out.device)
-            # Padding repeats a row's last token: its first position is the real one.
+            # Padding repeats a row's last token; take its first position.
             own = torch.full((len(whole),), len(numbers), device=out.device)
             own.scatter_reduce_(0, plan.keys, numbers, "amin")
             out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
@@ -495,7 +493,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism."""
+    """RMSNorm whose gradient Megatron sums under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()

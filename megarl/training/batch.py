@@ -210,8 +210,8 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
 def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config: Config) -> dict[str, Tensor]:
     """Return policy_, nll_ and value_loss_weights of each response's tokens, float32 [n].
 
-    Their denominators are global over a mini-batch. With partial rollouts, the policy's count only tokens
-    sampled in this step, the others whole finished responses."""
+    Denominators are global over a mini-batch. With partial rollouts, the policy's count only tokens sampled
+    in this step, the others whole finished responses."""
     truncated = rollout["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
@@ -286,7 +286,7 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
     """Gather the head's outputs [r, ...] of all context-parallel ranks.
 
-    Every rank computes the same loss, so the gradient is this rank's part."""
+    The gradient is this rank's part: every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
         return of_head
     if isinstance(of_head, tuple):
@@ -310,8 +310,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Pack the sequences `indices` into at least `at_least` micro-batches of at most `max_tokens`.
 
-    Replicas without sequences take part with filler tokens. With virtual stages, the number of micro-batches
-    is a multiple of the pipeline's ranks.
+    Replicas without sequences take part with filler tokens. Virtual stages need a multiple of the pipeline's
+    ranks.
 
     shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
     device, multiple = model.device, pack_multiple(model.config)

@@ -7,8 +7,8 @@ run_dir/checkpoints/step-000012/ contains
     rollouts/                      rollouts of later steps (schedule.ahead)
     manifest.json                  size and SHA-256 of every other file, written last
 
-Value pretraining's pretraining-000012/ has no actor. This file imports no Megatron, because preflight
-imports it."""
+Value pretraining's pretraining-000012/ has no actor. Imports no Megatron: preflight uses this
+module."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "settings": (lambda value: isinstance(value, dict), "an object of settings"),
     "files": (_is_list_of_files, "an object of [bytes, SHA-256]"),
 }
-# Keys that may differ when a run continues: they do not decide the result.
+# Keys that may differ when a run continues.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.attention", "model.recompute"),
@@ -236,7 +236,7 @@ def has_finished(run_dir: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint's folder. Raises CheckpointError if it is incomplete."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete."""
     if path.name.startswith("."):
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
@@ -312,10 +312,10 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
             try:
-                # First, so that an interrupted removal never looks complete.
+                # First: an interrupted removal must not look complete.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
-            except OSError as error:  # another process reads or removes it
+            except OSError as error:  # another process uses it
                 if path.exists():
                     left.append(f"{path}: cannot be removed: {describe_error(error)}")
     return left
@@ -333,7 +333,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the state of `write_state`. Raises CheckpointError."""
+    """Raises CheckpointError."""
     tree = read_json(folder / STATE)
     try:
         tensors = load_file(folder / NUMBERS)

@@ -37,9 +37,7 @@ Tables = dict[str, dict[str, list[float]]]
 def add_group_advantages(
     config: Config, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Write this replica's advantages [T], by the configured method from all responses of the step.
-
-    Return the metrics of `token_rewards`."""
+    """Write this replica's advantages [T], by the configured method from all responses of the step."""
     rewards = rollout["rewards"]
     of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
     if config.algorithm.kl_reward:
@@ -80,7 +78,7 @@ def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
 def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Set each token's advantage [T] to the discounted sum of rewards from that token on.
 
-    REINFORCE++, arXiv 2501.03262, eq. 7 and 8 (with `whiten`). Return the metrics of `token_rewards`."""
+    REINFORCE++, arXiv 2501.03262, eq. 7 and 8 (with `whiten`)."""
     rewards, metrics = token_rewards(config, batch, runtime)
     mask = batch.response_mask
     rewards_to_go = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
@@ -93,7 +91,7 @@ def token_rewards(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return turn_rewards - kl_reward * (log pi_old - log pi_ref), [T] (VAPO eq. 1), and policy/kl_reward.
 
-    The metric is the mean difference over tokens sampled in this step."""
+    The metric covers tokens sampled in this step."""
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
@@ -176,8 +174,7 @@ def add_teacher(
     On-policy distillation (Thinking Machines, 2025), without a gradient through the log-ratio.
 
     old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
-    Return policy/teacher_kl, the estimated reverse KL in nats per token, and policy/taught, the share of
-    tokens with a teacher."""
+    Return policy/teacher_kl, nats per token, and policy/taught (docs/algorithms.md)."""
     sampled = batch.sampled_mask
     mask = sampled & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
@@ -233,8 +230,7 @@ def mismatch(
 def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
-    Policy loss and KL term estimate a mean over the policy from sampled tokens, so they need the factors.
-    Entropy and top-k terms sum over the distribution, and the positive-example loss imitates."""
+    Only policy loss and KL term estimate a mean over the policy from sampled tokens."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -1,7 +1,7 @@
 """Write the checkpoints of a run in the background.
 
 Every rank copies its part to the host between two steps, and writes its file in a thread. Then rank 0 writes
-index and manifest, the manifest last, and renames the folder.
+index and manifest (last, so an interrupted folder never looks complete) and renames the folder.
 The format is Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from megarl.weights.index import FORMAT as MODEL_FORMAT
 # other, because torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
-PATIENCE = 0.8  # share of parallel.timeout; other ranks wait longer
+PATIENCE = 0.8  # share of parallel.timeout, which is how long other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 
 class WrittenPart(NamedTuple):
-    """`length` bytes of a file from `start`, of which `size` belong to the tensor."""
+    """`length` bytes of a file from `start`; `size`: the tensor's."""
 
     key: str
     offsets: tuple[int, ...] | None
@@ -118,11 +118,11 @@ class StoredRollouts(Protocol):
 
     @abstractmethod
     def wait_for_files(self, step: int) -> None:
-        """Wait until they exist; every rank calls this before it waits for that thread."""
+        """Wait until they exist; every rank calls this first."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run. Every rank makes the same calls.
+    """Writes checkpoints. Every rank makes the same calls.
 
     prepare   called with a model's name before its state is read
     share     type of a rank's share of the batch source's state
@@ -224,7 +224,7 @@ class CheckpointWriter:
         """Advance an unfinished checkpoint; call it when no rank is busy.
 
         The first call has rank 0 write index and manifest, the second ends the checkpoint.
-        Raises CheckpointError on every rank, and removes the files, if a write failed."""
+        Raises CheckpointError on every rank if a write failed, and removes the files."""
         writing = self._writing
         if writing is None:
             return
@@ -361,7 +361,7 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
+        """Collective. Raises RuntimeError as `copy_model` raises CheckpointError."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
@@ -441,7 +441,6 @@ class HostCopy:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write this rank's file, and free the copies."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):

@@ -37,9 +37,8 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape, so any layout can read them. The variant
-# distrib_optim_fully_reshardable_mem_efficient saves GPU memory, but one replica gathers over gloo and
-# writes everything. Here a bucket is on the GPU (`checkpoint_need` in plan/memory.py).
+# State tensors have their parameter's shape, so any layout can read them. A bucket is on the GPU. The variant
+# distrib_optim_fully_reshardable_mem_efficient avoids that, but one replica writes everything.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -154,7 +153,7 @@ def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tens
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence megatron-core's warnings about deprecations, and 0.19's about common.pt."""
+    """Silence Megatron's warnings about deprecations, and 0.19's about common.pt."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
 
     def is_error(record: logging.LogRecord) -> bool:
@@ -198,7 +197,6 @@ def _is_beside(name: str) -> bool:
 
 
 def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
-    """Return the sharded state of adapters and value head."""
     experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
     first = (
         parallel_state.get_expert_model_parallel_rank() * experts // chunk.config.expert_model_parallel_size
@@ -269,7 +267,7 @@ def _fix_saved_names(optimizer: Any) -> None:
 
 
 def allocate_moments(adam: Any) -> None:
-    """Create Adam's initial state, which Megatron's checkpoints need."""
+    """Create Adam's initial state for Megatron's checkpoints."""
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
@@ -305,8 +303,8 @@ def _lend_steps(model: TrainableModel) -> None:
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load group settings, steps, float32 weights and moments by any implementation of Adam.
 
-    DistributedOptimizer.load_state_dict needs the same implementation and copies the file's settings. It also
-    shares torch's step tensor, and holds Transformer Engine's moments twice."""
+    DistributedOptimizer.load_state_dict needs the same implementation, copies the file's settings, shares
+    torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
     written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:
