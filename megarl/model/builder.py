@@ -1,6 +1,6 @@
 """Build Megatron models from a Hugging Face configuration.
 
-megarl/weights loads the weights. Only the critic's head is initialised here, from critic.head_std.
+Only the critic's head is initialised here; megarl/weights loads all other weights.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class _Body(GPTModel):
         """Return Megatron's description of packed sequences; `routing` and `real_tokens` are None.
 
         Args:
-            cu_seqlens: int64 [n+1] on the host, of the whole pack even under context parallelism
-            prompts: shared prompts of the sequences (model/portable.py)"""
+            cu_seqlens: int64 [n+1] on the host, of all ranks' pack
+            prompts: see model/portable.py"""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
         if self.layers_kind == "portable":
@@ -281,7 +281,7 @@ class Critic(_Body):
 
 
 class ModelChunks(torch.nn.Module):
-    """A rank's part of an actor or critic: one chunk per virtual stage (`parallel.vpp`), in forward order."""
+    """A rank's part of a model: one chunk per virtual stage, in forward order."""
 
     def __init__(
         self, kind: type[Actor | Critic], config: Config, hf: PretrainedConfig, runtime: Runtime
@@ -308,7 +308,7 @@ class ModelChunks(torch.nn.Module):
         return self.chunks[0].pack(cu_seqlens, prompts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters, with layers numbered through all chunks of the rank."""
+        """Number the layers through all chunks of the rank."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
@@ -500,7 +500,7 @@ def _transformer_config(
         # megatron-core 0.16 does not wait for their messages.
         deallocate_pipeline_outputs=layout.pp > 1 and layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even in dense models
-        calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
+        calculate_per_token_loss=True,  # see `_finalize` in training/model.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
         # This is apex's kernel; `_prepare` sets Transformer Engine's.

@@ -166,7 +166,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32: bf16 would move a logit between 16 and 32 by up to 0.06."""
+    """Return a @ b in float32: bf16 rounds large logits too coarsely."""
     if a.dtype == torch.float32:
         return a @ b
     if a.device.type == "cpu":  # torch.mm on a CPU has no out_dtype

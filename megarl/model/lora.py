@@ -60,10 +60,10 @@ class Adapters(torch.nn.Module):
         own = dict(self.named_parameters(recurse=False))
         names = [name for name in self.rows if f"{name}_a" in own]
         low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
-        if self.input_is_split:  # each rank has part of the input
+        if self.input_is_split:  # row-parallel
             reduce = reduce_from_tensor_model_parallel_region
             low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
-        elif self.input_is_split is not None:  # each rank computes part of the output
+        elif self.input_is_split is not None:  # column-parallel
             if self.sequence_parallel:
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
             else:

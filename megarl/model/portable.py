@@ -261,7 +261,7 @@ def _attend_behind(
 class PackedPlan(PackedSeqParams):
     """Packed sequences for portable layers: cu_seqlens and an attention plan.
 
-    angles: float32 [t, 1, width], rotary angles of this rank's tokens for multi-latent attention.
+    angles: float32 [t, 1, width], of this rank's tokens, for multi-latent attention.
     `qkv_format` is not "thd", so that Megatron rotates by token, not by sequence."""
 
     plan: AttentionPlan
@@ -508,9 +508,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class AddToResidual(torch.nn.Module):
-    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add.
-
-    norm: class of the layers' norms"""
+    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add."""
 
     def __init__(self, config: Any, norm: Any) -> None:
         super().__init__()

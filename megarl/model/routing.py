@@ -18,7 +18,7 @@ class Routing:
     """The choice of one layer's router.
 
     layer     index among all layers of the model
-    tp_rank   index of this rank's share of the pack's tokens (sequence parallelism)
+    tp_rank   index of this rank's share of tokens under sequence parallelism
     packed    the layer's pack, with two attributes on the host. `real_tokens`: bool [tokens] of this
               context-parallel rank, False on padding; None: no padding. `routing`: the engine's choice,
               integers [layers, tokens, topk], out of range where unknown, or None

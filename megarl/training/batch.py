@@ -32,7 +32,7 @@ def make_train_batch(
     models: Sequence[ModelChunks],
     runtime: Runtime,
 ) -> TrainBatch:
-    """Return the sequences of a step that this replica trains on, packed into micro-batches.
+    """Return this replica's sequences of a step, packed into micro-batches.
 
     Every rank computes the same assignment. models: their sizes determine a sequence's cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
@@ -184,7 +184,7 @@ def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
 def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     """Return each sequence up to its first response token, whose value is the prompt's.
 
-    Also return the tokens' positions in `batch`. Only group_ids remains."""
+    Also return the tokens' positions in `batch`."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
     within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
@@ -197,7 +197,7 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
     """Shuffle groups by seed, for any layout, and return each sequence's mini-batch, int64 [n].
 
-    A mini-batch is the union of mini-batches of any size that divides its size."""
+    If one size divides another, the larger mini-batches are unions of the smaller."""
     numbers = groups.unique(return_inverse=True)[1]
     shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(shuffled)

@@ -10,12 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-# Attributes of a token dispatcher: some 450 bytes per token and layer with 128 experts.
+# Large attributes of a mixture's token dispatcher.
 DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def free_weight_caches(model: torch.nn.Module) -> None:
-    """Free FP8 weights, a stage's last input, its routing, rotary angles and gathered inputs."""
+    """Free FP8 copies of weights, last inputs and routing, rotary angles and gathered inputs."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
         if isinstance(module, RotaryEmbedding):

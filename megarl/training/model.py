@@ -310,7 +310,7 @@ class TrainableModel(InferenceModel):
     ) -> dict[str, float]:
         """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
 
-        before: called before each update, with its number from 1 and its mini-batch."""
+        before: called before each update with its number, from 1, and mini-batch."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}

@@ -91,7 +91,7 @@ def further_terms(
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
     """Yield factor, loss and statistics of each further term whose factor is not 0.
 
-    The terms are positive-example NLL (VAPO eq. 10), KL to the initial policy, entropy, and KL to a teacher.
+    The NLL of positive examples is VAPO eq. 10.
     logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
 
     def column(name: str) -> Tensor:

@@ -36,7 +36,7 @@ class ParamGather:
     def _finish(self, chunk: Any, *_: Any) -> None:
         """Wait for a chunk's weights at the end of its decoder, and disable Megatron's hooks.
 
-        They wait only for modules that are called; the actor's head reads the output layer's weights."""
+        They wait only for modules that are called; the actor's head reads its weights without a call."""
         if chunk in self.pending:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -57,7 +57,7 @@ from megarl.weights.index import COMMON, CONFIG
 from megarl.weights.index import FORMAT as MODEL_FORMAT
 
 # Seconds between Python's thread switches during a write. With the default, step and writer starve each
-# other, because torch releases the interpreter in every operation.
+# other: torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
 PATIENCE = 0.8  # share of parallel.timeout, which is how long other ranks wait
@@ -159,7 +159,7 @@ class CheckpointWriter:
         """Finish the previous checkpoint and start that of `step`; with `now`, finish it too.
 
         state: must not change until the checkpoint is complete; `samplers` is this rank's share.
-        Raises CheckpointError on every rank if a checkpoint cannot be written."""
+        Raises CheckpointError on every rank if a write failed."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)

@@ -11,7 +11,7 @@ from megarl.parallel.runtime import Runtime
 
 
 def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Set advantages [T] to 0 where the critics agree most, and leave tokens out of the entropy term.
+    """Set advantages [T] to 0 where the critics agree most.
 
     The standard deviation of critic_values [T, m] decides. `mask` is the share of tokens whose advantage
     becomes 0. With `filter`, write entropy_weights [T], 0 at the share on which the critics agree least.

@@ -26,7 +26,7 @@ def select_kl_cov(
     random_numbers: Tensor,
     runtime: Runtime,
 ) -> Tensor:
-    """Select the `_share` tokens with the largest covariance, bool [T].
+    """Select the configured share of tokens, at least one, by largest covariance, bool [T].
 
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     at = counted_tokens(batch, mini_batch)
@@ -45,7 +45,7 @@ def select_clip_cov(
 ) -> Tensor:
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
-    At most `_share` tokens are selected."""
+    They are at most the configured share of all tokens, or one."""
     at = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, at, logprobs, runtime)
     new, old = logprobs[at].double(), batch[config.old_column][at].double()

@@ -1,4 +1,4 @@
-"""SPO's advantages (algorithms/methods/spo.py), and the state that it keeps between steps."""
+"""SPO's advantages (algorithms/methods/spo.py)."""
 
 from __future__ import annotations
 
