@@ -1,6 +1,6 @@
 """Build Megatron models from a Hugging Face configuration.
 
-Only the critic's head is initialised here; megarl/weights loads all other weights.
+Only the critic's head is initialised here; megarl/weights loads the rest.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Body(GPTModel):
         """Return Megatron's description of packed sequences; `routing` and `real_tokens` are None.
 
         Args:
-            cu_seqlens: int64 [n+1] on the host, of all ranks' pack
+            cu_seqlens: int64 [n+1] on the host, of the whole pack
             prompts: see model/portable.py"""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
@@ -547,7 +547,7 @@ def _block_spec(
                 multi_latent_attention=family.is_latent,
             )
             parts = layer.submodules
-            if family.is_latent:  # separate norms, as in portable layers
+            if family.is_latent:  # separate norms
                 attention, parts.self_attention.module = parts.self_attention.submodules, LatentAttention
                 attention.q_layernorm, attention.kv_layernorm = of_queries, TENorm
                 attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear

@@ -144,7 +144,7 @@ def _make_adapters(
             dim = 1 if matrix.operation == "row" else 0
             set_tensor_model_parallel_attributes(parameter, is_parallel=tp > 1, dim=dim, stride=1)
         elif tp > 1:
-            # Each rank has part of the tokens; Megatron sums marked gradients.
+            # Megatron sums marked gradients.
             parameter.sequence_parallel = config.sequence_parallel
         made.register_parameter(matrix.megatron.rsplit(".", 1)[1], parameter)
     return made

@@ -163,7 +163,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _AttendOverRanks(torch.autograd.Function):
-    """Causal attention of this rank's queries to the keys and values of all context-parallel ranks.
+    """Causal attention of this rank's queries to all context-parallel ranks' keys and values.
 
     Only this rank's tensors [t, heads, d] are saved; the backward pass gathers again, block by block."""
 

@@ -101,7 +101,7 @@ def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Te
 def routing_metrics(counts: Tensor, topk: int) -> dict[str, float]:
     """Return router/* metrics, and mismatch/routing if the engine's choice is known.
 
-    docs/families.md and docs/algorithms.md describe them.
+    docs/families.md describes them.
     counts: sums over all ranks, only of mixture layers; topk: experts per token."""
     load, (known, different) = counts[:, :-2], counts[:, -2:].sum(0).tolist()
     experts, routed = load.shape[1], load.sum(1, keepdim=True).clamp(min=1)

@@ -333,7 +333,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError."""
+    """Read the files of `write_state`. Raises CheckpointError."""
     tree = read_json(folder / STATE)
     try:
         tensors = load_file(folder / NUMBERS)

@@ -456,7 +456,7 @@ class HostCopy:
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
-        """Write the index of all ranks' `results`; return the new files."""
+        """Write the index; return the new files."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(

@@ -55,7 +55,7 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
         optimizers = {}
         for optimizer in filter(_is_adam, model.optimizers):
             _fix_saved_names(optimizer)
-            allocate_moments(optimizer.optimizer)  # the first step may have been skipped
+            allocate_moments(optimizer.optimizer)
         if model.config.freezes:
             _lend_steps(model)
         for i, optimizer in enumerate(model.optimizers):
@@ -144,7 +144,6 @@ def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
 
 
 def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
-    """Pickle a history with this run's recipe."""
     if history is None:
         return None
     whole = {**history, "recipe": get_fp8_recipe(config)}

@@ -16,7 +16,7 @@ def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) 
     The standard deviation of critic_values [T, m] decides. `mask` is the share of tokens whose advantage
     becomes 0. With `filter`, write entropy_weights [T], 0 at the share on which the critics agree least.
     Denominators do not change. Tokens with equal deviations are all selected or none, so shares are upper
-    bounds. docs/algorithms.md describes the metrics."""
+    bounds."""
     weights = batch["policy_loss_weights"]
     counted = weights > 0
     spread = batch["critic_values"].double().std(-1, correction=0).float()
