@@ -494,7 +494,7 @@ def _transformer_config(
         overlap_p2p_comm=layout.vpp > 1,
         overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
         batch_p2p_comm=layout.vpp == 1,
-        # Only old versions of torch need a synchronisation after each exchange.
+        # Only old versions of torch need to synchronise after each exchange.
         batch_p2p_sync=False,
         # Free outputs once they are sent; the backward pass needs only their graph. With virtual stages,
         # megatron-core 0.16 does not wait for their messages.

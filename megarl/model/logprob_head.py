@@ -31,7 +31,7 @@ def vocab_parallel_logprobs(
     pi = softmax(hidden @ weight.T / temperature).
 
     hidden  [tokens, hidden size], equal on all ranks of `group`; its gradient is this rank's share
-    weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
+    weight  [vocab_shard_size + padding, hidden size], this rank's shard, perhaps empty
     labels  int64 [tokens] or [tokens, m]; a token's labels after the first must differ
     chunk   entries whose logits exist at once, in two float32 arrays [tokens, chunk]; three if the entropy
             has a gradient

@@ -332,7 +332,7 @@ class TrainableModel(InferenceModel):
         self.schedule.step(increment=1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
-        """Take one optimizer step over one mini-batch.
+        """Take one optimizer step on a mini-batch.
 
         more: another update follows directly, whose forward pass may gather the weights.
         Raises NumericalError on every rank, before any change if a loss or gradient is not finite, and after

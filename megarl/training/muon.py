@@ -26,7 +26,7 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 
 
 def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:
-    """Return the settings of Muon under Megatron's names.
+    """Return Muon's settings under Megatron's names.
 
     Queries, keys and values share a Megatron parameter, but are orthogonalised separately."""
     return {

@@ -33,7 +33,7 @@ def actor_loss(
 
     The phase actor_update declares the columns that they read (config/phases.py).
 
-    selected: bool [T], the tokens that the policy loss's selector chose."""
+    selected: bool [T], chosen by the policy loss's selector."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:

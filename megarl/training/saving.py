@@ -124,7 +124,7 @@ class StoredRollouts(Protocol):
 class CheckpointWriter:
     """Writes checkpoints. Every rank makes the same calls.
 
-    prepare   called with a model's name before its state is read
+    prepare   called with a model's name before a copy
     share     type of a rank's share of the batch source's state
     seconds   the longest time that a save has blocked the run"""
 

@@ -78,7 +78,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint and return its `state`. Collective. Raises CheckpointError.
 
-    prepare: called with a model's name before it is loaded"""
+    prepare: called with each model's name first"""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
