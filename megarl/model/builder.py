@@ -308,7 +308,7 @@ class ModelChunks(torch.nn.Module):
         return self.chunks[0].pack(cu_seqlens, prompts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Number the layers through all chunks of the rank."""
+        """Number layers through all chunks of the rank."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
