@@ -1,7 +1,6 @@
 """Build Megatron models from a Hugging Face configuration.
 
-Actor and critic share the body. The actor's head returns log-probabilities, the critic's returns values.
-Weights are loaded by megarl/weights; only the critic's head is initialised here, from critic.head_std.
+Only the critic's head is initialised here; megarl/weights loads the rest.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ from megarl.weights.families import Family, Sizes, get_family, is_frozen, rename
 from megarl.weights.shards import parameters
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules in Megatron's words
-# Norms of latents use this, not rms_norm_eps (DeepseekV3RMSNorm in transformers and in published code).
+MODULES = {"attention": "core_attn", "mlp": "mlp"}  # model.recompute_modules: Megatron's names
+# Norms of latents use this, not rms_norm_eps (DeepseekV3RMSNorm in transformers).
 LATENT_EPS = 1e-6
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -94,7 +93,7 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 def warn_unfused_attention(model: ModelConfig) -> str:
     """Return a warning if Transformer Engine's last pass used unfused attention; empty if not.
 
-    It does so silently when no fused kernel takes the shapes. In float32 it has no other kernel."""
+    In float32 it has no other kernel."""
     module = sys.modules.get(_ATTENTION)
     chosen = module and vars(module)["_attention_backends"]["use_unfused_attention"]
     if not chosen or model.dtype == "fp32" or model.attention != "auto":
@@ -104,7 +103,6 @@ def warn_unfused_attention(model: ModelConfig) -> str:
 
 
 def _has_apex() -> bool:
-    """Return whether apex's kernel for gradients is installed."""
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
@@ -158,23 +156,22 @@ class _Body(GPTModel):
                     if norm is not None:
                         norm.eps = LATENT_EPS
         self.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(runtime.device)
-        # Compute the angles of all positions; `_preprocess` or Transformer Engine selects this rank's.
+        # Angles of all positions; `_preprocess` or Transformer Engine selects this rank's.
         self.rotary_pos_emb.cp_group = None
         self.cp_rank = runtime.cp_rank
         self.routings = watch_routers(self, runtime.device)
         for layer in self.decoder.layers if family.has("router.expert_bias") else ():
             if hasattr(layer.mlp, "router"):
-                # A frozen parameter instead of Megatron's buffer, which Megatron would update. It is loaded,
-                # saved and transferred like all parameters.
+                # Megatron would update its buffer. A frozen parameter is also loaded, saved and transferred.
                 bias = torch.zeros(sizes.experts, dtype=torch.float32)
                 layer.mlp.router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
-        """Return Megatron's parameters of packed sequences; `routing` and `real_tokens` are None.
+        """Return Megatron's description of packed sequences; `routing` and `real_tokens` are None.
 
         Args:
-            cu_seqlens: int64 [n+1] on the host, of the whole pack even under context parallelism
-            prompts: shared prompts of the sequences (model/portable.py)"""
+            cu_seqlens: int64 [n+1] on the host, of the whole pack
+            prompts: see model/portable.py"""
         device, cp = self.rotary_pos_emb.inv_freq.device, self.config.context_parallel_size
         packed: Any
         if self.layers_kind == "portable":
@@ -184,7 +181,7 @@ class _Body(GPTModel):
             lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
             ends = cu_seqlens.to(device, torch.int32)
             packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
-            if cp > 1:  # Transformer Engine's ring attention splits only with these (context_parallel.py)
+            if cp > 1:  # Transformer Engine's ring attention needs these (context_parallel.py)
                 packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
         packed.real_tokens = packed.routing = None
         return packed
@@ -199,7 +196,7 @@ class _Body(GPTModel):
         Args:
             tokens, positions: int64 [1, t]
             indices: int64 [r], positions in the pack that predict a token
-            labels: int64 [r] or [r, m], the predicted tokens, or m candidates"""
+            labels: int64 [r] or [r, m], the predicted tokens or m candidates"""
         hidden = super().forward(tokens, positions, None, packed_seq_params=packed)
         return self._head(hidden, indices, labels) if self.post_process else hidden
 
@@ -211,7 +208,7 @@ class _Body(GPTModel):
         if self.input_needs_gradient and torch.is_grad_enabled():
             outputs[0].requires_grad_()
         if self.layers_kind == "portable":
-            # With one row of angles per token, Megatron rotates all sequences of the pack at once.
+            # One row of angles per token lets Megatron rotate the whole pack at once.
             if isinstance(self.config, MLATransformerConfig):
                 packed = kwargs["packed_seq_params"]
                 angles = self.rotary_pos_emb(packed.max_seqlen_q)
@@ -228,8 +225,7 @@ class _Body(GPTModel):
 class Actor(_Body):
     """forward(...) -> logprobs, float32 like the labels, and entropy, float32 [r].
 
-    With `top_k` = (k, limit) it returns the top k of the tokens below `limit` instead: logprobs float32
-    [r, k] and tokens int64 [r, k]."""
+    With `top_k` = (k, limit): the top k tokens below `limit`, as logprobs float32 and tokens int64 [r, k]."""
 
     top_k: tuple[int, int] | None = None
 
@@ -262,7 +258,7 @@ class Actor(_Body):
 
 
 class Critic(_Body):
-    """forward(...) -> values, float32 [r]. Its embeddings are not tied."""
+    """forward(...) -> values, float32 [r]."""
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=False)
@@ -272,7 +268,7 @@ class Critic(_Body):
                 torch.nn.Linear, hf.hidden_size, 1, bias=False, dtype=torch.float32, device=runtime.device
             )
             torch.nn.init.zeros_(self.value_head.weight)
-            # Each tensor-parallel rank has part of the tokens; Megatron sums gradients with this mark.
+            # Each rank has part of the tokens; Megatron sums marked gradients.
             self.value_head.weight.sequence_parallel = self.config.sequence_parallel
             # Megatron's Muon leaves marked parameters to Adam.
             self.value_head.weight.is_embedding_or_output_parameter = True
@@ -285,7 +281,7 @@ class Critic(_Body):
 
 
 class ModelChunks(torch.nn.Module):
-    """A rank's part of an actor or critic: one chunk per virtual stage (`parallel.vpp`), in forward order."""
+    """A rank's part of a model: one chunk per virtual stage, in forward order."""
 
     def __init__(
         self, kind: type[Actor | Critic], config: Config, hf: PretrainedConfig, runtime: Runtime
@@ -297,25 +293,22 @@ class ModelChunks(torch.nn.Module):
 
     @property
     def config(self) -> TransformerConfig:
-        """Return the first chunk's config, the only one that Megatron's schedule reads."""
         return self.chunks[0].config
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the inputs."""
         return self.chunks[0].rotary_pos_emb.inv_freq.device
 
     @property
     def routings(self) -> list[Routing]:
-        """Return the Routing of each router; [] for a dense model."""
         return [routing for chunk in self.chunks for routing in chunk.routings]
 
     def pack(self, cu_seqlens: Tensor, prompts: Prompts | None = None) -> Any:
-        """Return Megatron's parameters of packed sequences; see `_Body.pack`."""
+        """See `_Body.pack`."""
         return self.chunks[0].pack(cu_seqlens, prompts)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters as of one model: layers count through all chunks of the rank."""
+        """Number layers through all chunks of the rank."""
         before = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
@@ -342,17 +335,16 @@ def build_critic(config: Config, hf: PretrainedConfig, runtime: Runtime) -> Mode
 def _prepare(
     model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, seed: int, runtime: Runtime
 ) -> ModelChunks:
-    """Add adapters, fuse gradients, mark shards, freeze parameters, and move the model to its device."""
     for chunk in model.chunks if optimizer.lora.rank is not None else ():
         attach_adapters(chunk, hf.to_dict(), optimizer.lora, seed, runtime)
     modules: Iterator[Any] = model.modules()
     for module in modules:
-        # Transformer Engine's linears then add gradients to Megatron's FP32 buffer. Megatron's own option
-        # for it, gradient_accumulation_fusion, needs apex to build its output layer.
+        # Transformer Engine's linears then add gradients to Megatron's FP32 buffer. Megatron's option
+        # gradient_accumulation_fusion would need apex for the output layer.
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-        # Megatron marks tensor-parallel shards when it initialises weights, which we skip. Without the marks
-        # the gradient norm would count the shards of one rank only.
+        # Megatron marks tensor-parallel shards when it initialises weights, which we skip. Without marks
+        # the gradient norm would count only one rank's shards.
         shards: list[tuple[torch.nn.Parameter, int]] = []
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
             shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
@@ -363,27 +355,26 @@ def _prepare(
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Megatron marks experts only with ep > 1. With ep = 1 the tensor-parallel ranks hold the same
-            # experts for different tokens, and without the mark their gradients would not be summed.
+            # Megatron marks experts only with ep > 1. Without the mark, tensor-parallel ranks with the same
+            # experts and different tokens would not sum their gradients.
             parameter.allreduce = False
-            # Each rank must count its part in the gradient norm, as ranks with the same expert share its
-            # optimizer. Transformer Engine and Megatron before 0.19 do not mark grouped weights.
+            # Ranks with the same expert shard its optimizer, so each must count its part of the gradient
+            # norm. Transformer Engine and Megatron before 0.19 do not mark grouped weights.
             parameter.tensor_model_parallel = True
             parameter.partition_dim = 1 if ".linear_fc2." in name else 0
             parameter.partition_stride = 1
         if name.endswith("_down_proj.weight"):
-            # Replicated on every tensor-parallel rank, though Transformer Engine marks it as a shard. The
-            # gradient norm would count it once per rank.
+            # Transformer Engine marks this replicated weight as a shard; the gradient norm would count it
+            # once per rank.
             parameter.tensor_model_parallel = False
     if optimizer.freezes:
-        # Freeze before Megatron's DDP and optimizer are built, which skip parameters without gradients.
+        # Freeze before Megatron's DDP and optimizer are built: they skip frozen parameters.
         critic = isinstance(model.chunks[0], Critic)
         own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=critic)
         frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
         for name, parameter in rename_to_table(dict(model.named_parameters())).items():
             parameter.requires_grad_(name not in frozen)
-        # A recomputed module gets no weight gradients if its input needs none: after frozen embeddings or
-        # frozen layers. So the input must need a gradient.
+        # A recomputed module gets no weight gradients if its input needs none, as after frozen embeddings.
         first, c = model.chunks[0], model.config
         again = c.recompute_granularity == "full" or (
             c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
@@ -394,7 +385,6 @@ def _prepare(
 
 
 def _recompute_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for recomputation."""
     if model.recompute == "none":
         return {}
     if model.recompute == "selective":
@@ -407,7 +397,6 @@ def _recompute_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for linear and multi-latent attention."""
     options: dict[str, Any] = {}
     if sizes.linear:
         options["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
@@ -419,7 +408,7 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
             "qk_head_dim": hf.qk_nope_head_dim,
             "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
             "v_head_dim": hf.v_head_dim,
-            # `_Body` sets Hugging Face's frequencies. Megatron still scales YaRN's softmax by these two.
+            # `_Body` sets the frequencies. Megatron still scales YaRN's softmax by these two.
             "rope_type": "rope",
             "rotary_scaling_factor": factor,
             "mscale_all_dim": power,
@@ -430,10 +419,9 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
 def _mlp_options(
     model: ModelConfig, hf: PretrainedConfig, ep: int, family: Family, sizes: Sizes
 ) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for MLPs and mixtures of experts."""
     mlp: dict[str, Any] = {"ffn_hidden_size": sizes.ffn}
     if family.is_moe:
-        # Dropless and without auxiliary loss, so that a token's output does not depend on other tokens.
+        # Dropless, so that a token's output does not depend on other tokens.
         mlp = {
             "num_moe_experts": sizes.experts,
             "ffn_hidden_size": sizes.ffn if sizes.dense else sizes.expert_ffn,
@@ -500,22 +488,22 @@ def _transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=layout.pp > 1,
-        # The interleaved schedule must overlap its messages. Batched ones deadlock in the exchange of pack
-        # lengths with four stages over gloo, and two stages mix up activations and gradients.
+        # The interleaved schedule must overlap its messages. If batched, four stages over gloo deadlock in
+        # the exchange of pack lengths, and two stages mix up activations and gradients.
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         overlap_p2p_comm=layout.vpp > 1,
         overlap_p2p_comm_warmup_flush=layout.vpp > 1 and config.parallel.overlap_warmup_flush,
         batch_p2p_comm=layout.vpp == 1,
-        # Megatron's default synchronises the device after each exchange, for old versions of torch.
+        # Only old versions of torch need to synchronise after each exchange.
         batch_p2p_sync=False,
-        # Free outputs once they are sent; only their graph is needed for the backward pass. Not with virtual
-        # stages: megatron-core 0.16 does not wait for their messages.
+        # Free outputs once they are sent; the backward pass needs only their graph. With virtual stages,
+        # megatron-core 0.16 does not wait for their messages.
         deallocate_pipeline_outputs=layout.pp > 1 and layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even in dense models
-        calculate_per_token_loss=True,  # neither the schedule nor DDP divides the loss: see training/model.py
+        calculate_per_token_loss=True,  # see `_finalize` in training/model.py
         perform_initialization=False,
         use_cpu_initialization=runtime.device.type == "cpu",
-        # apex's kernel adds gradients to Megatron's buffer. (Transformer Engine: `_prepare`.)
+        # This is apex's kernel; `_prepare` sets Transformer Engine's.
         gradient_accumulation_fusion=runtime.device.type == "cuda" and _has_apex(),
         bias_activation_fusion=layers == "te",
         bias_dropout_fusion=layers == "te",
@@ -540,7 +528,7 @@ def _block_spec(
     *,
     adapters: bool,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of a chunk's layers. own: indices of these layers in the model."""
+    """Return the specs of the layers `own`, indices in the model."""
     norm: Any = RMSNorm
     if kind == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -559,11 +547,11 @@ def _block_spec(
                 multi_latent_attention=family.is_latent,
             )
             parts = layer.submodules
-            if family.is_latent:  # separate norms, as in portable layers
+            if family.is_latent:  # separate norms
                 attention, parts.self_attention.module = parts.self_attention.submodules, LatentAttention
                 attention.q_layernorm, attention.kv_layernorm = of_queries, TENorm
                 attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
-            if adapters:  # adapters need the norm's output, which fused layers hide
+            if adapters:  # they need the norm's output, which fused layers hide
                 parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
                 if not family.is_latent:
                     parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
@@ -587,8 +575,7 @@ def _block_spec(
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
             if mixture:
-                # Keep the checkpoint name that Transformer Engine uses, which fuses this norm only in dense
-                # layers.
+                # Keep Transformer Engine's checkpoint name: it fuses this norm only in dense layers.
                 del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         if config.attention_output_gate:
             parts.self_attention.module = GatedAttention

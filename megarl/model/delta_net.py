@@ -11,9 +11,7 @@ EPSILON = 1e-6  # in the norms of queries and keys
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """Apply a causal convolution per channel and SiLU.
-
-    x [rows, tokens, channels], weight [channels, 1, width] -> like x."""
+    """Apply a causal convolution and SiLU: x [rows, tokens, channels], weight [channels, 1, width]."""
     width = weight.shape[2]
     out = F.conv1d(F.pad(x.transpose(1, 2), (width - 1, 0)), weight, groups=len(weight))
     return F.silu(out).transpose(1, 2)
@@ -23,8 +21,8 @@ def gates(alpha: Tensor, beta: Tensor, log_rate: Tensor, bias: Tensor) -> tuple[
     """Return the log decay of the state and the strength beta of the write, float32 [..., heads] each.
 
     log_rate, bias: A_log and dt_bias [heads]."""
-    # torch's softplus and sigmoid round the last elements of a CPU tensor differently, so that a token's
-    # value would depend on the number of tokens after it.
+    # torch's softplus and sigmoid round a CPU tensor's last elements differently, so a token's value would
+    # depend on the tokens after it.
     softplus = -F.logsigmoid(-(alpha.float() + bias))
     return -log_rate.float().exp() * softplus, F.logsigmoid(beta.float()).exp()
 
@@ -36,12 +34,11 @@ def delta_rule(
 
         S_t = e^g_t (S_t-1 - beta_t k_t k_t^T S_t-1) + beta_t k_t v_t^T,   o_t = S_t^T q_t / sqrt(dk)
 
-    with queries and keys of norm 1. Within a chunk of tokens the recurrence is a triangular system (section
-    3.3 and its appendix).
+    with queries and keys of norm 1. Within a chunk the recurrence is a triangular system (section 3.3).
 
     Args:
         query, key: [rows, t, key heads, dk]
-        value: [rows, t, heads, dv]; several heads share a key head
+        value: [rows, t, heads, dv]
         decay (g), beta: float32 [rows, t, heads]; a token with g = beta = 0 leaves S unchanged
         state: initial S, zero if None
     Returns outputs like value, and the final S, float32 [rows, heads, dk, dv]."""
@@ -52,7 +49,7 @@ def delta_rule(
     chunk = min(CHUNK, tokens)
     query, key, value, decay, beta = (
         F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
-        .contiguous()  # else a single row is multiplied transposed, with other rounding than several
+        .contiguous()  # else a single row is multiplied transposed, with other rounding
         .unflatten(2, (-1, chunk))
         for x in (query, key, value, decay, beta)
     )  # [rows, heads, chunks, chunk, ...]
@@ -61,7 +58,7 @@ def delta_rule(
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
     since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
     written = beta[..., None] * key
-    # Per chunk: the writes of its tokens to a zero state, and their removal from the incoming state.
+    # Per chunk: its tokens' writes to a zero state, and their removal from the incoming state.
     system = written @ key.mT * between
     both = torch.cat([beta[..., None] * value, written * since], -1)
     fresh, taken = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
@@ -83,8 +80,7 @@ def delta_step(
 ) -> tuple[Tensor, Tensor]:
     """Apply `delta_rule` to one token of each row and return outputs and state.
 
-    state [rows, heads, dk, dv], query and key [rows, key heads, dk], value [rows, heads, dv], decay and beta
-    [rows, heads]. Sums have a fixed size, so that results are batch-invariant."""
+    Shapes are those of `delta_rule` without t. Sums have a fixed size, so results are batch-invariant."""
     shared = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(shared, 1)[..., None] for x in (_unit(query), _unit(key)))
     state = state * decay.exp()[..., None, None]
@@ -94,7 +90,7 @@ def delta_step(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise each head's output and multiply it by SiLU of its gate: [..., dv] each."""
+    """Normalise each head's output and multiply it by its gate's SiLU: [..., dv] each."""
     normalised = F.rms_norm(x.float(), weight.shape, eps=epsilon).to(x.dtype)
     return (weight * normalised * F.silu(gate.float())).to(x.dtype)
 

@@ -1,6 +1,6 @@
 """Requirements of FP8 recipes on device, model sizes and pack lengths.
 
-Imports neither Megatron nor Transformer Engine, so that a laptop can check a GPU run's configuration.
+Imports neither Megatron nor Transformer Engine, so that a laptop can check a configuration.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megarl.weights.families import Sizes
 class Recipe:
     """Requirements of a recipe (Transformer Engine: pytorch/quantization.py, pytorch/utils.py)."""
 
-    multiple: int  # divides each side of a rank's matrices and the tokens that a rank quantises
+    multiple: int  # divides the sides of a rank's matrices, and the tokens that it quantises
     capability: tuple[int, int] = (8, 9)  # lowest compute capability
-    before: tuple[int, int] = (99, 0)  # capabilities from this one are not supported
+    before: tuple[int, int] = (99, 0)  # lowest capability that is not supported
     cuda: tuple[int, int] = (12, 1)  # lowest CUDA version of torch
 
 
 RECIPES = {
     "delayed": Recipe(16),
     "tensorwise": Recipe(16),
-    # An input that sequence parallelism gathers must consist of whole 128 x 128 blocks.
+    # Sequence parallelism must gather whole 128 x 128 blocks.
     "blockwise": Recipe(128, capability=(9, 0), cuda=(12, 9)),
     "mxfp8": Recipe(32, capability=(10, 0), before=(12, 0), cuda=(12, 8)),
 }
@@ -39,8 +39,8 @@ RECIPES = {
 def pack_multiple(config: Any) -> int:
     """Return the number that must divide a pack's tokens, for a Megatron TransformerConfig.
 
-    Sequence parallelism splits them over tensor-parallel ranks, context parallelism into two chunks per rank,
-    and FP8 quantises each share."""
+    Context parallelism makes two chunks per rank, sequence parallelism splits them, FP8 quantises each part.
+    """
     ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = ranks * (RECIPES[config.fp8_recipe].multiple if config.fp8 else 1)
     cp = config.context_parallel_size
@@ -48,7 +48,7 @@ def pack_multiple(config: Any) -> int:
 
 
 def fp8_options(config: Config) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for FP8."""
+    """Return Megatron's options for FP8."""
     fp8 = config.model.fp8
     if fp8.format == "none":
         return {}
@@ -62,7 +62,7 @@ def fp8_options(config: Config) -> dict[str, Any]:
 
 
 def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.path") -> None:
-    """Raise ConfigError for a matrix of a rank with unsuitable sides. key: config key of the model."""
+    """Raise ConfigError if a rank's matrix has unsuitable sides. key: config key of the model."""
     fp8, sizes, tp = config.model.fp8, Sizes.from_config(hf_config), config.parallel.tp
     if fp8.format == "none":
         return
@@ -99,7 +99,7 @@ def check_sizes(config: Config, hf_config: Mapping[str, Any], key: str = "model.
 def check_device(recipe: str, device: torch.device) -> None:
     """Raise ConfigError if the GPU or torch's CUDA does not support the recipe.
 
-    Call it only once the rank has its device: the query allocates memory there."""
+    The query allocates memory on the device, so call it after the rank has chosen one."""
     capability = torch.cuda.get_device_capability(device)
     problem = device_problem(recipe, capability, torch.version.cuda or "0.0")
     if problem:
@@ -109,7 +109,7 @@ def check_device(recipe: str, device: torch.device) -> None:
 
 
 def device_problem(recipe: str, capability: tuple[int, int], cuda: str) -> str:
-    """Return the unmet requirement of a device, or an empty string. cuda: like "12.9"."""
+    """Return the device's unmet requirement, or "". cuda: like "12.9"."""
     needs = RECIPES[recipe]
     if capability < needs.capability:
         return f"needs compute capability {_dotted(needs.capability)}, this device has {_dotted(capability)}"

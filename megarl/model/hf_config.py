@@ -1,6 +1,6 @@
 """Read config.json through transformers, and check that the model can be built.
 
-Imports no Megatron, for checks before ranks start."""
+Imports no Megatron: preflight uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.weights.families import FAMILIES, Sizes, get_family, is_on, is_tied,
 
 
 def read_hf_config(folder: Path) -> PretrainedConfig:
-    """Read the model's configuration without running code from the folder. Raises CheckpointError."""
+    """Read the configuration without running the folder's code. Raises CheckpointError."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
@@ -50,7 +50,7 @@ def check_buildable(folder: Path) -> None:
         taken[key] = (is_on(key, described), getattr(hf, key) not in (None, False))
     try:
         for key, (ours, theirs) in taken.items():
-            if ours != theirs:  # missing, and transformers' default differs from ours
+            if ours != theirs:  # missing, and our defaults differ
                 meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
                 raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
@@ -65,7 +65,7 @@ def check_buildable(folder: Path) -> None:
 
 
 def rope_frequencies(hf: PretrainedConfig) -> Tensor:
-    """Return the inverse rotary frequencies by Hugging Face's functions, float32 [rotated width / 2].
+    """Return the inverse rotary frequencies, float32 [rotated width / 2].
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
@@ -88,14 +88,12 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 
 
 def yarn_softmax(hf: PretrainedConfig) -> tuple[float, float]:
-    """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2.
-
-    (1, 0) without YaRN (arXiv 2309.00071, section 3.4)."""
+    """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2."""
     rope = hf.rope_parameters
     stretched = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
     return (rope["factor"], rope["mscale_all_dim"]) if stretched else (1.0, 0.0)
 
 
 def head_dim(hf: PretrainedConfig) -> int:
-    """Return the width of an attention head; in multi-latent attention, of its rotated part."""
+    """Return a head's width; in multi-latent attention, its rotated part's."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads

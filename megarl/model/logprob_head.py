@@ -1,7 +1,6 @@
 """Compute log-probabilities, entropy and top k from hidden states with a vocab-parallel head.
 
-Logits exist for `chunk` vocabulary entries at a time, forward and backward. The full array of 20k tokens and
-152k entries would take 12 GiB in float32.
+Logits exist for `chunk` vocabulary entries at a time: all of them would take gigabytes.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def vocab_parallel_logprobs(
     pi = softmax(hidden @ weight.T / temperature).
 
     hidden  [tokens, hidden size], equal on all ranks of `group`; its gradient is this rank's share
-    weight  [vocab_shard_size + padding, hidden size], this rank's vocab shard, which may be empty
-    labels  int64 [tokens] or [tokens, m]; labels of a token after the first must differ from each other
-    chunk   number of entries whose logits exist at once: two float32 arrays [tokens, chunk] in addition to
-            the gradients, three if the entropy has a gradient
+    weight  [vocab_shard_size + padding, hidden size], this rank's shard, perhaps empty
+    labels  int64 [tokens] or [tokens, m]; a token's labels after the first must differ
+    chunk   entries whose logits exist at once, in two float32 arrays [tokens, chunk]; three if the entropy
+            has a gradient
     """
     local = (labels if labels.dim() > 1 else labels[:, None]) - vocab_start
     logprobs, entropy = _LogProbs.apply(hidden, weight, local, vocab_shard_size, temperature, chunk, group)
@@ -57,7 +56,7 @@ def vocab_parallel_top_k(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs, float32 [tokens, k], and ids, int64 [tokens, k], of the top k below `limit`.
 
-    pi is over the whole vocabulary, as in `vocab_parallel_logprobs`."""
+    Probabilities are over the whole vocabulary."""
     maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(maximum)
     best = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
@@ -84,9 +83,9 @@ def vocab_parallel_top_k(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Save one log-normaliser per token, and compute the logits again in the backward pass, by chunks.
+    """Save one log-normaliser per token, and compute the logits again in the backward pass.
 
-    The fourth matrix product costs less than reading and writing all logits: a chunk stays in the cache."""
+    A chunk stays in the cache, so this costs less than reading and writing all logits."""
 
     @staticmethod
     def forward(
@@ -99,8 +98,7 @@ class _LogProbs(torch.autograd.Function):
         chunk: int,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        # Per token: running maximum m; sums of exp(x - m) and exp(x - m) * x; the labels' logits, 0 if on
-        # another rank.
+        # Per token: running maximum m, sums of exp(x - m) and exp(x - m) * x, this rank's labels' logits.
         maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
         sums = hidden.new_zeros(2 + local.shape[1], hidden.shape[0], dtype=torch.float32)
         for part in _chunks(vocab_shard_size, chunk):
@@ -148,7 +146,7 @@ class _LogProbs(torch.autograd.Function):
                 d_logits.exp_().mul_(-(factor.add_(total)))
             column, mine = _find(local, part)
             own = torch.where(mine, grad, 0.0)
-            # Add the first label separately: a GPU adds equal entries in any order, with other rounding.
+            # Add the first label separately: a GPU adds equal entries in any order.
             for labels in (slice(0, 1), slice(1, None)):
                 d_logits.scatter_add_(-1, column[:, labels], own[:, labels])
             d_logits = d_logits.to(hidden.dtype)
@@ -163,13 +161,12 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return this chunk's logits, float32 [tokens, entries]."""
     logits = _product(hidden, weight.T)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in float32. Rounding to bf16 would move a logit between 16 and 32 by up to 0.06."""
+    """Return a @ b in float32: bf16 rounds large logits too coarsely."""
     if a.dtype == torch.float32:
         return a @ b
     if a.device.type == "cpu":  # torch.mm on a CPU has no out_dtype
@@ -178,13 +175,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns in this chunk, int64 like `local`, and whether they are in it, bool."""
     column = local - part.start
     size = part.stop - part.start
     return column.clamp(0, size - 1), (column >= 0) & (column < size)
 
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:
-    """Set `maximum` to max(maximum, other); return the factor that rescales sums of exp(x - maximum)."""
+    """Raise `maximum` to at least `other`; return the factor that rescales sums of exp(x - maximum)."""
     before = maximum.clone()
     return (before - torch.maximum(before, other, out=maximum)).exp_()

@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685) for Megatron's frozen linears: y = W x + scale * B A x.
 
-weights/families.py:adapters lists the adapters. The matrix A starts as in PEFT, uniform in +-1/sqrt(in), and
-the matrix B at zero. A depends only on seed and name, so that every layout starts from the same adapters.
+weights/families.py:adapters lists them. A starts as in PEFT, uniform in +-1/sqrt(in), and B at zero. A
+depends only on seed and name, so that every layout starts from the same adapters.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from megarl.weights.shards import get_sizes, pair_shard
 
 
 class Adapters(torch.nn.Module):
-    """The adapters of the Hugging Face matrices in one linear, and this rank's part of their parameters.
+    """This rank's part of the adapters of the Hugging Face matrices in one linear.
 
-    Parameters are like `q_proj_a` [rank, in] and `q_proj_b` [out, rank]. forward returns the addition to the
-    linear's output.
+    Parameters are like `q_proj_a` [rank, in] and `q_proj_b` [out, rank].
 
     rows     this rank's rows of each matrix in the linear, with or without adapters
-    groups   query groups (or key heads of linear attention) on this rank, if rows are grouped by them; else 0
-    gates    rows of a group's first matrix that follow the other matrices' rows, as z of qkvz does
-    input_is_split  True: row-parallel (each rank has part of the input), False: column-parallel, None: whole
+    groups   query groups (or key heads of linear attention) on this rank, if they group rows; else 0
+    gates    rows of a group's first matrix that follow the other matrices' rows; z of qkvz
+    input_is_split  True: row-parallel, False: column-parallel, None: whole
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class Adapters(torch.nn.Module):
         own = dict(self.named_parameters(recurse=False))
         names = [name for name in self.rows if f"{name}_a" in own]
         low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
-        if self.input_is_split:  # each rank has part of the input
+        if self.input_is_split:  # row-parallel
             reduce = reduce_from_tensor_model_parallel_region
             low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
-        elif self.input_is_split is not None:  # each rank computes part of the output
+        elif self.input_is_split is not None:  # column-parallel
             if self.sequence_parallel:
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
             else:
@@ -86,7 +85,7 @@ class Adapters(torch.nn.Module):
 def attach_adapters(
     chunk: Any, hf_config: Mapping[str, Any], lora: LoraConfig, seed: int, runtime: Runtime
 ) -> None:
-    """Add adapters to the linears of a model's layers, as a child module `lora` and a hook."""
+    """Add adapters to linears, as a child module `lora` and a hook."""
     sizes, layout = get_sizes(hf_config, lora), runtime.layout
     adapted = [pair for pair in get_family(hf_config).layer if adapters(pair, lora)]
     own = sizes.experts // layout.ep
@@ -118,7 +117,7 @@ def _make_adapters(
     config: TransformerConfig,
     runtime: Runtime,
 ) -> Adapters:
-    """Make the adapters of one linear. place: its layer and expert in the model."""
+    """Make one linear's adapters. place: layer and expert."""
     tp, tp_rank = (1, 0) if pair.per_expert else (runtime.layout.tp, runtime.tp_rank)
     rows: dict[str, int] = {}
     for region in pair_shard(sizes, pair, *place, tp, tp_rank).regions:
@@ -145,7 +144,7 @@ def _make_adapters(
             dim = 1 if matrix.operation == "row" else 0
             set_tensor_model_parallel_attributes(parameter, is_parallel=tp > 1, dim=dim, stride=1)
         elif tp > 1:
-            # Each rank has part of the tokens; Megatron sums gradients with this mark.
+            # Megatron sums marked gradients.
             parameter.sequence_parallel = config.sequence_parallel
         made.register_parameter(matrix.megatron.rsplit(".", 1)[1], parameter)
     return made
@@ -156,7 +155,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) ->
 
 
 def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Add the adapters' output to a grouped linear's. inputs: x, ordered by expert, and rows per expert."""
+    """Add to a grouped linear's output. inputs: x, ordered by expert, and rows per expert."""
     if not linear.lora[0].enabled:
         return output
     parts = inputs[0].split([int(rows) for rows in inputs[1]])
@@ -166,7 +165,7 @@ def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Disable the adapters, so that the model is the reference model."""
+    """Disable the adapters, which gives the reference model."""
     found = [module for module in model.modules() if isinstance(module, Adapters)]
     for module in found:
         module.enabled = False

@@ -1,4 +1,4 @@
-"""Portable layers in plain torch, for any device, where Megatron needs Transformer Engine or apex."""
+"""Layers in plain torch, for devices without Transformer Engine or apex."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
 from megarl.weights.families import Sizes
 
 MAX_PADDING = 0.10  # largest share of padding in a bucket
-MASK = 2**22  # number of query-key pairs of one attention mask
+MASK = 2**22  # query-key pairs of one attention mask
 
-# Start and length of each sequence's shared prompt, int64 [n] each; length 0: no shared prompt.
+# Start and length of each sequence's shared prompt, int64 [n] each; length 0: none.
 Prompts = tuple[Tensor, Tensor]
 
 
@@ -39,9 +39,9 @@ class Bucket:
 
     rows: int
     width: int
-    start: int  # first of its rows * width positions in the padded order of all buckets
-    prompt: slice | None = None  # positions in that order of the prompt that all rows share
-    # Under context parallelism: first query column, end column, number of keys visible to them.
+    start: int  # its first position in the padded order of all buckets
+    prompt: slice | None = None  # padded positions of the prompt that all rows share
+    # Under context parallelism: first and end query column, number of visible keys.
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -49,13 +49,13 @@ class Bucket:
 class AttentionPlan:
     """Indices that convert packed tokens to padded batches and back.
 
-    Padding is on the right, so the causal mask alone hides it.
+    The causal mask hides padding, which is on the right.
 
-    padded_from_packed  int64 [padded]  token at each padded position (padding: the row's last token)
+    padded_from_packed  int64 [padded]  token at each position (padding: the row's last)
     packed_from_padded  int64 [tokens]  padded position of each token
 
-    Under context parallelism, tokens and rows are this rank's, and keys are those of whole sequences:
-    keys       int64 [cp * padded]  index of each key in the concatenation of all ranks' tokens
+    Under context parallelism, tokens and rows are this rank's, and keys those of whole sequences:
+    keys       int64 [cp * padded]  index of each key in all ranks' tokens
     positions  int64 [padded]       position of each query in its sequence
     """
 
@@ -76,7 +76,7 @@ def plan_attention(
     """Put sequences into buckets by length, longest first, with at most MAX_PADDING padding.
 
     Sequences with a shared prompt come last, in separate buckets per prompt.
-    cu_seqlens: of the whole pack, on the host. The plan is on `device`, for rank `cp_rank` of `cp`."""
+    cu_seqlens: of the whole pack, on the host"""
     local = cu_seqlens // cp
     lengths, order = local.diff().sort(descending=True, stable=True)
     families = [0] * len(lengths)
@@ -115,7 +115,7 @@ def plan_attention(
             )
         buckets.append(Bucket(rows, width, offset))
         if prompts is not None and families[first]:
-            # Sequences with the prompts come first, so the prompt has its place already.
+            # The sequence that contains the prompt came before, so its place is known.
             begin = int(packed_from_padded[families[first] - 1])
             buckets[-1].prompt = slice(begin, begin + int(prompts[1][order[first]]))
         offset += rows * width
@@ -138,7 +138,7 @@ def plan_attention(
 
 
 class _Pad(torch.autograd.Function):
-    """Copy packed tokens to padded positions. The gradient is a gather too: one position per token."""
+    """Copy packed tokens to padded positions; the gradient takes one position per token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
@@ -151,8 +151,6 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Copy padded positions to packed tokens. Padding receives no gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AttentionPlan) -> Tensor:
         ctx.plan, ctx.rows = plan, x.shape[0]
@@ -165,10 +163,9 @@ class _Unpad(torch.autograd.Function):
 
 
 class _AttendOverRanks(torch.autograd.Function):
-    """Causal attention of this rank's queries to the keys and values of all context-parallel ranks.
+    """Causal attention of this rank's queries to all context-parallel ranks' keys and values.
 
-    Tensors are [t, heads, d] of this rank. Only they are saved; the backward pass gathers again, computes one
-    masked block at a time, and reduce-scatters the gradients of keys and values."""
+    Only this rank's tensors [t, heads, d] are saved; the backward pass gathers again, block by block."""
 
     @staticmethod
     def forward(
@@ -204,7 +201,7 @@ class _AttendOverRanks(torch.autograd.Function):
 def _gather(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's queries, and keys and values [.., groups, 2 d] of whole sequences, padded."""
+    """Return this rank's queries, and all keys and values [.., groups, 2 d], padded."""
     assert plan.keys is not None
     local = torch.cat((key, value), dim=-1)
     whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
@@ -262,10 +259,10 @@ def _attend_behind(
 
 
 class PackedPlan(PackedSeqParams):
-    """Packed sequences for portable layers: cu_seqlens and an attention plan, made once per micro-batch.
+    """Packed sequences for portable layers: cu_seqlens and an attention plan.
 
-    angles: float32 [t, 1, width], rotary angles of this rank's tokens for multi-latent attention.
-    `qkv_format` is not "thd", so that Megatron rotates by one row of angles per token, not per sequence."""
+    angles: float32 [t, 1, width], of this rank's tokens, for multi-latent attention.
+    `qkv_format` is not "thd", so that Megatron rotates by token, not by sequence."""
 
     plan: AttentionPlan
     angles: Tensor | None = None
@@ -278,7 +275,7 @@ class PackedPlan(PackedSeqParams):
         cp_rank: int = 0,
         prompts: Prompts | None = None,
     ) -> PackedPlan:
-        """Plan the attention of a pack on rank `cp_rank` of `cp`."""
+        """Plan the attention of a pack."""
         longest = int(cu_seqlens.diff().max())
         ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
         packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
@@ -289,8 +286,7 @@ class PackedPlan(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """Causal self-attention of packs: q [t, 1, heads, d], k and v [t, 1, groups, d] -> [t, 1, heads * d].
 
-    In multi-latent attention inputs lack the second dimension, and values may be narrower than keys.
-    With YaRN `softmax_scale` differs from 1 / sqrt(d)."""
+    In multi-latent attention inputs lack the second dimension, and values may be narrower than keys."""
 
     def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
@@ -335,11 +331,10 @@ class PackedAttention(MegatronModule):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention with rotary angles from the pack (`PackedPlan`).
+    """Multi-latent attention with rotary angles from the pack (`PackedPlan`).
 
-    In portable layers both projections to latents are replicated on all tensor-parallel ranks, as with
-    Transformer Engine. Megatron's local spec splits them by columns, and then the gradient of their input is
-    wrong under sequence parallelism (megatron-core 0.16.1 and 0.18.2)."""
+    Portable layers replicate both projections to latents on all tensor-parallel ranks. Megatron's local spec
+    splits them, with wrong input gradients under sequence parallelism (megatron-core 0.16.1 and 0.18.2)."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -355,7 +350,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class AnglesOfPack(torch.nn.Module):
-    """Replacement of Megatron's rotary embedding in multi-latent attention, with the pack's angles."""
+    """A rotary embedding for multi-latent attention that returns the pack's angles."""
 
     def get_rotary_seq_len(self, _context: Any, _block: Any, _hidden: Any, _config: Any, packed: Any) -> Any:
         return packed.angles
@@ -365,7 +360,7 @@ class AnglesOfPack(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer replicated on tensor-parallel ranks; Megatron sums its gradient over their tokens."""
+    """A replicated linear layer; Megatron sums its gradient over tensor-parallel ranks."""
 
     def __init__(self, config: Any, weight: Tensor) -> None:
         super().__init__()
@@ -386,7 +381,7 @@ class GatedAttention(SelfAttention):
 class Held(torch.nn.Module):
     """A weight that is read by calling the module.
 
-    Megatron's forward hook waits for the parameter gather after an update; a plain attribute has no hook."""
+    Only then does Megatron's forward hook wait for the parameter gather."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -399,11 +394,10 @@ class Held(torch.nn.Module):
 class GatedDeltaNet(MegatronModule):
     """Linear attention of packs by the gated delta rule (Qwen3.5): [t, 1, hidden] -> [t, 1, hidden].
 
-    Each sequence starts with an empty state and zeros before the convolution.
-    Rows of in_proj and channels of the convolution are grouped by key head. A group has query and key, then
-    values, beta, alpha and output gates of the heads that share the key. So heads are never split.
-    Under context parallelism ranks exchange tokens for heads, and each processes whole sequences with its
-    part of the heads (as arXiv 2309.14509 does for attention)."""
+    Rows of in_proj and channels of the convolution are grouped by key head, so heads are never split. A
+    group has query and key, then values, beta, alpha and output gates of the heads that share the key.
+    Under context parallelism each rank processes whole sequences with part of the heads (Ulysses, arXiv
+    2309.14509)."""
 
     def __init__(self, config: Any, sizes: Sizes, pg_collection: Any, **_: Any) -> None:
         super().__init__(config)
@@ -453,19 +447,19 @@ class GatedDeltaNet(MegatronModule):
             whole = tensor_parallel.all_to_all(self.group, part.contiguous())
             out = self._attend(whole.index_select(0, plan.keys), plan, self.group.rank())
             numbers = torch.arange(len(plan.keys), device=out.device)
-            # Padding repeats a row's last token, so the first position of each token is the real one.
+            # Padding repeats a row's last token; take its first position.
             own = torch.full((len(whole),), len(numbers), device=out.device)
             own.scatter_reduce_(0, plan.keys, numbers, "amin")
             out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
             out = out.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
-        # Sum the weight's gradient over tensor-parallel ranks, which have different heads.
+        # Tensor-parallel ranks have different heads, so sum the weight's gradient over them.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm(), self.tp)
         out = gated_norm(out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.flatten(1).unsqueeze(1))
 
     def _attend(self, mixed: Tensor, plan: AttentionPlan, part: int) -> Tensor:
-        """Attend within rows with the heads of context-parallel rank `part`: [padded, heads, n] -> [padded,
-        value heads, dv]."""
+        """Attend with the heads of context-parallel rank `part`: [padded, heads, n] -> [padded, value
+        heads, dv]."""
         heads, cp, outputs = mixed.shape[1], self.heads // mixed.shape[1], []
         weight = self.conv1d().chunk(cp)[part]
         rate, bias = (x.chunk(cp)[part] for x in (self.A_log, self.dt_bias))
@@ -499,7 +493,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm whose weight's gradient Megatron sums under sequence parallelism."""
+    """RMSNorm whose gradient Megatron sums under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -514,9 +508,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class AddToResidual(torch.nn.Module):
-    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add.
-
-    The families with such norms have neither bias nor dropout there. norm: class of the layers' norms."""
+    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add."""
 
     def __init__(self, config: Any, norm: Any) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """Routing replay (R3, arXiv 2510.11370): use the engine's choice of experts, and count their load.
 
-Megatron-core asks a router's `router_replay` for the choice. Its own class, RouterReplay, keeps one list for
-all models of a process, needs a choice for every token, and recomputes from a queue. Here the choice is part
-of the pack, which recomputation passes to the layer again.
+Megatron's RouterReplay keeps one list for all models, needs a choice for every token, and recomputes from a
+queue. Here the choice is part of the pack, which recomputation passes to the layer again.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from torch import Tensor
 
 
 class Routing:
-    """The choice of one layer's router, in place of Megatron's RouterReplay.
+    """The choice of one layer's router.
 
     layer     index among all layers of the model
-    tp_rank   index of this rank's share of the pack's tokens (sequence parallelism)
+    tp_rank   index of this rank's share of tokens under sequence parallelism
     packed    the layer's pack, with two attributes on the host. `real_tokens`: bool [tokens] of this
               context-parallel rank, False on padding; None: no padding. `routing`: the engine's choice,
               integers [layers, tokens, topk], out of range where unknown, or None
-    grad      True: count in passes with gradients, False: in passes without, None: never. Recomputation runs
-              a layer twice, once with gradients
+    grad      count passes with gradients (True), without (False), or none (None). Recomputation does both
     load      tokens per expert, int64 [experts]
     compared  tokens with a known choice, and those where it differs from the router's, int64 [2]
     """
@@ -44,9 +42,7 @@ class Routing:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices of the chosen experts, [tokens, topk]. scores: [tokens, experts].
-
-        Scores are always the router's, so that gradients flow."""
+        """Return scores by the router, and indices, of the chosen experts, [tokens, topk]."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         chosen, here = own, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
         counts = self.grad is not None and self.grad == torch.is_grad_enabled()
@@ -66,9 +62,7 @@ class Routing:
 
 
 def watch_routers(model: Any, device: torch.device) -> list[Routing]:
-    """Put a Routing into each router of a Megatron model and return them; [] for a dense model.
-
-    device: the model's later device; Megatron builds routers on the CPU."""
+    """Put a Routing into each router of a model and return them. device: the model's later device."""
     config, found = model.config, []
     mixtures = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
     for layer in mixtures:
@@ -86,7 +80,7 @@ def watch_routers(model: Any, device: torch.device) -> list[Routing]:
 
 
 def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:
-    """Set the counts to zero and start counting."""
+    """Start counting from zero."""
     for routing in routings:
         routing.grad = grad
         routing.load.zero_()
@@ -96,7 +90,7 @@ def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:
 def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Tensor:
     """Stop counting and return this rank's counts, float64 [layers, experts + 2] on the host.
 
-    The columns are load and compared. Dense layers and other stages are zero. Sum over all ranks."""
+    The columns are load and compared. Dense layers and other stages are zero."""
     counts = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for routing in routings:
         routing.grad = None
@@ -107,13 +101,8 @@ def routing_counts(routings: Sequence[Routing], layers: int, experts: int) -> Te
 def routing_metrics(counts: Tensor, topk: int) -> dict[str, float]:
     """Return router/* metrics, and mismatch/routing if the engine's choice is known.
 
-    counts: sums over all ranks, only of mixture layers; topk: experts per token.
-
-    load_max      load of the busiest expert relative to the mean load, averaged over layers
-    load_entropy  entropy of the load relative to its maximum log(experts), averaged over layers
-    unused        share of (layer, expert) without a token
-    replayed      share of (layer, token) with the engine's choice
-    mismatch/routing  share of these for which the router would choose other experts"""
+    docs/families.md describes them.
+    counts: sums over all ranks, only of mixture layers; topk: experts per token."""
     load, (known, different) = counts[:, :-2], counts[:, -2:].sum(0).tolist()
     experts, routed = load.shape[1], load.sum(1, keepdim=True).clamp(min=1)
     shares = load / routed

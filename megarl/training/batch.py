@@ -1,4 +1,4 @@
-"""Make this replica's TrainBatch of a RolloutBatch: balance, loss weights, micro-batches."""
+"""Make a TrainBatch of a RolloutBatch: balance, loss weights, micro-batches."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def make_train_batch(
     models: Sequence[ModelChunks],
     runtime: Runtime,
 ) -> TrainBatch:
-    """Return the sequences of a step that this replica trains on, packed into micro-batches.
+    """Return this replica's sequences of a step, packed into micro-batches.
 
-    Every rank computes the same assignment. models: process the sequences; their sizes determine a sequence's
-    cost."""
+    Every rank computes the same assignment. models: their sizes determine a sequence's cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
     smallest = min(mini_batch, critic_mini_batch)
@@ -179,7 +178,7 @@ def take_share(
 def gather_responses(
     of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> Tensor:
-    """Return one number per response of all replicas, in rollout order [n], on every rank."""
+    """Return all replicas' numbers in rollout order [n], on every rank."""
     placed = torch.zeros(rollout.num_sequences, dtype=torch.float64)
     placed[batch.rows] = of_responses.double()
     return sum_over_replicas(runtime, placed).to(of_responses.dtype)
@@ -224,7 +223,7 @@ def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
 def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     """Return each sequence up to its first response token, whose value is the prompt's.
 
-    Also return the tokens' positions in `batch`. Only the column group_ids remains."""
+    Also return the tokens' positions in `batch`."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
     within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
@@ -235,10 +234,9 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 
 
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
-    """Return the mini-batch of each sequence, int64 [n]: a shuffle of groups by seed, for any layout.
+    """Shuffle groups by seed, for any layout, and return each sequence's mini-batch, int64 [n].
 
-    Mini-batches are unions of those of any size that divides theirs. Groups stay together as far as possible.
-    """
+    If one size divides another, the larger mini-batches are unions of the smaller."""
     numbers = groups.unique(return_inverse=True)[1]
     shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(shuffled)
@@ -251,9 +249,8 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
 def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config: Config) -> dict[str, Tensor]:
     """Return policy_, nll_ and value_loss_weights of each response's tokens, float32 [n].
 
-    These denominators are global over a mini-batch (docs/design.md, "Numbers that must hold everywhere").
-    With partial rollouts, the policy's count only tokens sampled in this step, the others whole finished
-    responses."""
+    Denominators are global over a mini-batch. With partial rollouts, the policy's count only tokens sampled
+    in this step, the others whole finished responses."""
     truncated = rollout["truncated"]
     kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
     aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
@@ -270,7 +267,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
 
 
 def matrix_shape(model: ModelChunks) -> tuple[int, int]:
-    """Return matrix parameters per token and query width, summed over layers, for `even_length`."""
+    """Return matrix parameters and query width, summed over layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
@@ -296,7 +293,7 @@ def locate(
     """Return a MicroBatch's at, logit_indices, labels and order on this rank.
 
     at: int64 [r], positions in the pack, on the host; before: [r], positions that predict them;
-    labels: [r], their tokens; places: the micro-batch's `cut`"""
+    labels: [r], their tokens; places: a MicroBatch's `cut`"""
     if places is None:
         return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
@@ -328,7 +325,7 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
     """Gather the head's outputs [r, ...] of all context-parallel ranks.
 
-    The gradient is this rank's part, because every rank computes the same loss."""
+    The gradient is this rank's part: every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
         return of_head
     if isinstance(of_head, tuple):
@@ -350,10 +347,10 @@ def make_micro_batches(
     at_least: int = 1,
     shared: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` into micro-batches of at most `max_tokens`.
+    """Pack the sequences `indices` into at least `at_least` micro-batches of at most `max_tokens`.
 
-    Replicas without sequences must take part too: at least `at_least` micro-batches, some perhaps with one
-    uncounted token. With virtual stages their number is a multiple of the pipeline's ranks.
+    Replicas without sequences take part with filler tokens. Virtual stages need a multiple of the pipeline's
+    ranks.
 
     shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
     config, sequences = model.config, torch.as_tensor(indices, dtype=torch.int64)

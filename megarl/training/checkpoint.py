@@ -7,8 +7,8 @@ run_dir/checkpoints/step-000012/ contains
     rollouts/                      rollouts of later steps (schedule.ahead)
     manifest.json                  size and SHA-256 of every other file, written last
 
-Value pretraining's pretraining-000012/ has no actor. This file imports no Megatron, because preflight needs
-it."""
+Value pretraining's pretraining-000012/ has no actor. Imports no Megatron: preflight uses this
+module."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def _is_list_of_files(value: Any) -> bool:
     )
 
 
-# Required keys: anybody can write a manifest with a right checksum.
+# Required keys: a right checksum does not make a manifest trustworthy.
 MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stage": (lambda value: isinstance(value, str), "a text"),
     "step": (lambda value: type(value) is int and value >= 0, "a whole number"),
     "settings": (lambda value: isinstance(value, dict), "an object of settings"),
     "files": (_is_list_of_files, "an object of [bytes, SHA-256]"),
 }
-# Keys that may differ when a run continues, because they do not decide the result.
+# Keys that may differ when a run continues.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.attention", "model.recompute"),
@@ -71,7 +71,7 @@ FREE = (
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
-# Except this key: in bf16 the sum of the micro-batches' gradients differs.
+# Not free: in bf16 the sum of the micro-batches' gradients differs.
 BOUND = ("parallel.grad_dtype",)
 ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
@@ -113,7 +113,7 @@ class Checkpoint:
         return read_state(self.path)
 
     def damage(self, part: int = 0, parts: int = 1) -> list[str]:
-        """Check this share of the files; return a line for each damaged one."""
+        """Return a line for each damaged file of this share."""
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
@@ -145,7 +145,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def list_fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a continued run must keep. A section with the user's keys is one setting."""
+    """Return the settings that a continued run must keep."""
     found = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key whose value differs from the checkpoint's.
 
-    Keys of another version of megarl are not compared, except ADDED."""
+    Keys that only one version of megarl has are not compared, except ADDED."""
     now, before = list_fixed_settings(config), ADDED | checkpoint.settings
     if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
@@ -209,7 +209,7 @@ def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest complete checkpoint not in `but`, and a line per newer incomplete one."""
+    """Return the newest complete checkpoint not in `but`, and a line per newer incomplete one."""
     skipped: list[str] = []
     for _, path in sorted(_all(run_dir), reverse=True):
         if path in but:
@@ -236,7 +236,7 @@ def has_finished(run_dir: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint's folder. Raises CheckpointError if anything is missing."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete."""
     if path.name.startswith("."):
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
@@ -268,8 +268,7 @@ def find_damage(checkpoint: Checkpoint, runtime: Runtime) -> list[str]:
 def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return `find_checkpoint` on every rank, with checksums verified.
 
-    Raises CheckpointError if all complete checkpoints are damaged: a fresh start would lose the run's
-    records."""
+    Raises CheckpointError if all are damaged: a fresh start would lose the run's records."""
     damaged: list[Path] = []
     lines: list[str] = []
     while True:
@@ -297,7 +296,7 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
 def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
     """Remove checkpoints older than the `keep` newest complete ones (0: keep all), even unfinished ones.
 
-    Every `keep_every`-th step stays. Return a line for each failed removal; the next call tries again."""
+    Every `keep_every`-th step stays. Return a line for each failed removal."""
     complete = []
     for order, path in sorted(_all(run_dir), reverse=True):
         try:
@@ -313,10 +312,10 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
         kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
         if (main, step) < oldest and not kept:
             try:
-                # First, so that an interrupted removal never looks complete.
+                # First: an interrupted removal must not look complete.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
-            except OSError as error:  # another process reads or removes it
+            except OSError as error:  # another process uses it
                 if path.exists():
                     left.append(f"{path}: cannot be removed: {describe_error(error)}")
     return left
@@ -325,7 +324,7 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
     """Write dicts, lists, numbers and texts exactly; return the files. Raises OSError.
 
-    Long lists of numbers go into safetensors. Other types (in a prompt's extra columns) become texts."""
+    Long lists of numbers go into safetensors. Other types become texts."""
     tensors: dict[str, Tensor] = {}
     tree = _split(state, tensors)
     (folder / STATE).write_text(json.dumps(tree, default=str), encoding="utf-8")
@@ -334,7 +333,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the state of `write_state`. Raises CheckpointError."""
+    """Read the files of `write_state`. Raises CheckpointError."""
     tree = read_json(folder / STATE)
     try:
         tensors = load_file(folder / NUMBERS)

@@ -1,7 +1,6 @@
-"""Compute columns and metrics between the forward passes and the updates.
+"""Compute advantages, returns and metrics between the forward passes and the updates.
 
-They are advantages, returns, statistics of the policy, and the mismatch with the engine. Metrics are sums
-over all replicas. The formulas are in `megarl.algorithms`.
+Metrics are over all replicas. The formulas are in `megarl.algorithms`.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ Tables = dict[str, dict[str, list[float]]]
 def add_group_advantages(
     config: Config, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> dict[str, float]:
-    """Write this replica's advantages [T], by the configured method from all responses of the step.
-
-    Return policy/kl_reward if the reward has a KL term."""
+    """Write this replica's advantages [T], by the configured method from all responses of the step."""
     rewards = rollout["rewards"]
     of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
     if config.algorithm.kl_reward:
@@ -58,7 +55,7 @@ def reward_parts(
 ) -> tuple[Tensor | None, list[float]]:
     """Return the parts of all responses' rewards [n, k] and their weights; None and [] without parts.
 
-    The sum of the turns' rewards is one more part, of weight 1."""
+    The sum of turn rewards is one more part, of weight 1."""
     if "reward_parts" not in rollout:
         return None, []
     parts, weights = rollout["reward_parts"], [*config.parts.values()]
@@ -69,7 +66,7 @@ def reward_parts(
 
 
 def responses_in_loss(config: RewardConfig, rollout: RolloutBatch) -> Tensor:
-    """Return which responses count in the policy loss, bool [n]: with tokens, and not filtered."""
+    """Return which responses count in the policy loss, bool [n]."""
     counted = rollout.response_lengths > 0
     return counted & ~rollout["truncated"] if config.overlong.filter else counted
 
@@ -79,9 +76,9 @@ def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
 
 
 def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Set each token's advantage [T] to the discounted sum of rewards from that token on (REINFORCE++).
+    """Set each token's advantage [T] to the discounted sum of rewards from that token on.
 
-    arXiv 2501.03262, eq. 7 and 8, with `whiten`. Return policy/kl_reward if the reward has a KL term."""
+    REINFORCE++, arXiv 2501.03262, eq. 7 and 8 (with `whiten`)."""
     rewards, metrics = token_rewards(config, batch, runtime)
     mask = batch.response_mask
     rewards_to_go = gae(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, 1.0, config.gamma)
@@ -92,9 +89,9 @@ def add_return_advantages(config: AlgorithmConfig, batch: TrainBatch, runtime: R
 def token_rewards(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return turn_rewards - kl_reward * (log pi_old - log pi_ref), [T] (VAPO eq. 1), and metrics.
+    """Return turn_rewards - kl_reward * (log pi_old - log pi_ref), [T] (VAPO eq. 1), and policy/kl_reward.
 
-    policy/kl_reward is the mean difference over tokens sampled in this step."""
+    The metric covers tokens sampled in this step."""
     rewards = turn_rewards(batch)
     if not config.kl_reward:
         return rewards, {}
@@ -128,7 +125,7 @@ def write_advantages(
 ) -> None:
     """Write advantages [T]; with `whiten`, normalised over all replicas' tokens in the policy loss.
 
-    left_out: bool [T], further tokens that whitening excludes."""
+    left_out: bool [T], excluded from whitening."""
     if config.whiten:
         mask = batch["policy_loss_weights"] > 0
         if left_out is not None:
@@ -139,9 +136,7 @@ def write_advantages(
 
 
 def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
-    """Write advantages and returns [T], each with its own lambda (VAPO section 4.1).
-
-    Return gae/* and the results of `add_returns`."""
+    """Write advantages and returns [T], each with its own lambda (VAPO section 4.1)."""
     algorithm = config.algorithm
     lam = policy_lambda(algorithm, batch.response_lengths)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
@@ -153,7 +148,7 @@ def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[s
 
 
 def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
-    """Return the policy's lambda for responses of these lengths, float64 [n] (VAPO eq. 5)."""
+    """Return the policy's lambda per response, float64 [n] (VAPO eq. 5)."""
     if config.lambda_policy == "length_adaptive":
         return length_adaptive_lambda(lengths, config.alpha, config.lambda_floor)
     return torch.full((len(lengths),), float(config.lambda_policy), dtype=torch.float64)
@@ -179,8 +174,7 @@ def add_teacher(
     On-policy distillation (Thinking Machines, 2025), without a gradient through the log-ratio.
 
     old, teacher: log-probs [T]; the teacher's are -inf without a teacher.
-    Return policy/teacher_kl, the mean of log pi_old - log pi_teacher, which estimates the reverse KL in nats
-    per token, and policy/taught, the share of tokens with a teacher."""
+    Return policy/teacher_kl, nats per token, and policy/taught (docs/algorithms.md)."""
     sampled = batch.sampled_mask
     mask = sampled & (teacher > -torch.inf)
     kl = torch.where(mask, old - teacher, 0.0)
@@ -193,9 +187,7 @@ def add_teacher(
 def add_returns(
     config: AlgorithmConfig, batch: TrainBatch, runtime: Runtime, rewards: Tensor
 ) -> tuple[dict[str, float], Tables]:
-    """Write returns [T], the critic's targets; 0 for unfinished responses.
-
-    With lambda_critic 1 they are Monte-Carlo returns of `rewards` [T]. Return value/explained_variance."""
+    """Write returns [T], the critic's targets; 0 for unfinished responses. rewards: [T]."""
     unfinished = batch.unfinished
     mask = batch.response_mask & ~torch.repeat_interleave(unfinished, batch.lengths)
     lengths, values = batch.response_lengths.masked_fill(unfinished, 0), batch["values"]
@@ -225,8 +217,7 @@ def mismatch(
 ) -> tuple[dict[str, float], Tables]:
     """Return mismatch/* of the engine's log-probs against `trainer` [T], and their histogram.
 
-    Only tokens sampled with the current weights, `version`, count: not dynamic sampling's leftover groups or
-    earlier windows of partial rollouts."""
+    Only tokens sampled with the current weights, `version`, count."""
     engine, sampled_now = batch["engine_logprobs"], batch.sampled_mask
     if "prefix_tokens" not in batch:  # tokens of each response that earlier steps sampled
         sampled_now = sampled_now & (batch["policy_version"] == version)[batch.sequence_ids]
@@ -239,9 +230,7 @@ def mismatch(
 def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
-    The factors apply to the policy loss and the KL term, which estimate a mean over the policy from sampled
-    tokens. Entropy and top-k terms sum over the whole distribution, and the positive-example loss imitates,
-    so they keep their weights."""
+    Only policy loss and KL term estimate a mean over the policy from sampled tokens."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -1,4 +1,4 @@
-"""Memory that Megatron and Transformer Engine cache between passes, and that is freed with a model."""
+"""Free memory that Megatron and Transformer Engine cache between passes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-# Attributes of a mixture's token dispatcher: some 450 bytes per token and layer with 128 experts.
+# Large attributes of a mixture's token dispatcher.
 DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 
 def free_weight_caches(model: torch.nn.Module) -> None:
-    """Free caches of a model's passes.
-
-    Transformer Engine keeps FP8 copies of weights. Megatron keeps a stage's last input, the last routing,
-    rotary angles of 32 pack lengths, and a buffer of gathered inputs."""
+    """Free FP8 copies of weights, last inputs and routing, rotary angles and gathered inputs."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
         if isinstance(module, RotaryEmbedding):

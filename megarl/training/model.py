@@ -45,30 +45,30 @@ Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
 
 
 def _finalize(model: Any, num_tokens: Any = None, **groups: Any) -> None:
-    # Losses contain their global denominators, so Megatron must not divide gradients by num_tokens.
+    # Losses contain their global denominators; Megatron must not divide gradients by num_tokens.
     megatron_finalize(model, None, **groups)
 
 
 class InferenceModel:
     """A forward-only model: reference policy, reward model, or the actor without its adapters.
 
-    Passes raise NumericalError on every rank of the job if a number is not finite."""
+    Passes raise NumericalError on every rank if a number is not finite."""
 
     def __init__(self, name: str, model: ModelChunks, runtime: Runtime, *, adapters: bool = True) -> None:
         self.name, self.model, self.runtime = name, model, runtime
-        self.adapters = adapters  # False: with LoRA disabled, as the reference model
+        self.adapters = adapters  # False: with LoRA disabled
         self.chunks: list[Any] = list(model.chunks)
         self.megatron_seconds = 0.0
         self.replays_routing = False
 
     def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every rank of the replica."""
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every pipeline stage."""
         return self._columns(("logprobs", "entropy"), batch, micro_batches)
 
     def top_k_columns(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int, limit: int
     ) -> dict[str, Tensor]:
-        """Compute logprobs and tokens of the top k tokens below `limit` at each position, float32 [T, k].
+        """Compute the top k tokens below `limit` and their logprobs, float32 [T, k].
 
         [T, 0] before the last pipeline stage."""
         try:
@@ -88,7 +88,7 @@ class InferenceModel:
             self.replays_routing = replays
 
     def routing_metrics(self) -> dict[str, float]:
-        """Return the router metrics since `start_counting`; {} for a dense model. Collective."""
+        """Return the router metrics since `start_counting`. Collective."""
         c = self.model.config
         if c.num_moe_experts is None:
             return {}
@@ -101,7 +101,7 @@ class InferenceModel:
         return self._columns(("values",), batch, micro_batches)
 
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Compute a reward model's score of each sequence, float32 [n], from the head at the last token."""
+        """Compute a reward model's scores, float32 [n], at the sequences' last tokens."""
         ends = batch.cu_seqlens[1:] - 1
         at_ends = []
         for micro_batch in micro_batches:
@@ -117,7 +117,7 @@ class InferenceModel:
         def collect(output: Any, _: MicroBatch) -> tuple[Tensor, Any]:
             if k:
                 output = tuple(values.float().cpu() for values in output)
-            # On the device, because Megatron multiplies it by a loss scale there.
+            # Megatron multiplies it by a loss scale on the device.
             return torch.zeros((), device=self.runtime.device), output
 
         with torch.no_grad(), nullcontext() if self.adapters else without_adapters(self.model):
@@ -148,7 +148,7 @@ class InferenceModel:
 
         def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
             micro_batch = next(batches)
-            # Set it per pass: models share packs but differ in replay.
+            # Models share packs but differ in replay.
             micro_batch.packed.routing = micro_batch.routing if self.replays_routing else None
             labels = micro_batch.labels if forward_only else labels_and_others(micro_batch)
             output = chunk(
@@ -235,7 +235,7 @@ def _make_optimizer(
 
 
 class UpdateResult(NamedTuple):
-    """sums: this rank's, empty before the last pipeline stage. grad_norm: global, before clipping."""
+    """sums: this rank's, on the last stage. grad_norm: global, before clipping."""
 
     sums: dict[str, float]
     grad_norm: float
@@ -265,7 +265,7 @@ class TrainableModel(InferenceModel):
         self.start_schedule(steps)
 
     def start_schedule(self, steps: int, constant_lr: float | None = None) -> None:
-        """Start a schedule over `steps` rollout steps: warm-up, then config.schedule; or constant_lr."""
+        """Start a schedule over `steps` rollout steps: warm-up and config.schedule, or constant_lr."""
         c = self.config
         peak = constant_lr or c.lr
         lowest = peak if constant_lr else c.lr * c.min_lr_ratio
@@ -310,8 +310,7 @@ class TrainableModel(InferenceModel):
     ) -> dict[str, float]:
         """Advance the learning rate by a rollout step and update on all mini-batches, `epochs` times.
 
-        before: called before each update, with its number from 1 and its mini-batch.
-        Returns the loss's metrics, and grad_norm and lr under `prefix`."""
+        before: called before each update with its number, from 1, and mini-batch."""
         self.begin_step()
         start_counting(self.model.routings, grad=True)
         sums: dict[str, float] = {}
@@ -333,10 +332,11 @@ class TrainableModel(InferenceModel):
         self.schedule.step(increment=1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, *, more: bool = False) -> UpdateResult:
-        """Take one optimizer step over one mini-batch.
+        """Take one optimizer step on a mini-batch.
 
         more: another update follows directly, whose forward pass may gather the weights.
-        Raises NumericalError on every rank, before any change, if a loss or gradient is not finite."""
+        Raises NumericalError on every rank, before any change if a loss or gradient is not finite, and after
+        the step (`fatal`) if a weight is not."""
         self.param_gather.before_update()
         sums = self.compute_gradients(micro_batches, loss)
         started = time.perf_counter()
@@ -344,7 +344,7 @@ class TrainableModel(InferenceModel):
             _, grad_norm, _ = self.optimizer.step()
             self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
-        # Check only this rank's share, as others may not be gathered yet.
+        # Other ranks' shares may not be gathered yet.
         shares = [
             parameter.detach().float().sum()
             for optimizer in self.optimizers
@@ -360,7 +360,7 @@ class TrainableModel(InferenceModel):
         return UpdateResult(sums, float(grad_norm or 0.0))
 
     def compute_gradients(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Compute a mini-batch's gradients into Megatron's buffers; return this rank's statistics."""
+        """Compute gradients into Megatron's buffers; return this rank's statistics."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

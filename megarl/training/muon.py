@@ -12,9 +12,7 @@ from megarl.model.builder import ModelChunks
 
 
 def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConfig) -> list[dict[str, Any]]:
-    """Return DDP's `full_param_layout` of each chunk, with each matrix within one data-parallel shard.
-
-    Then Muon can orthogonalise it locally."""
+    """Return each chunk's layout for DDP: a matrix lies in one shard, so Muon orthogonalises it locally."""
     from megatron.core.optimizer import layer_wise_optimizer as layer_wise
 
     layer_wise.tag_params_for_buffer_routing(model.chunks)
@@ -28,10 +26,9 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 
 
 def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:
-    """Return the settings of Muon under Megatron's names.
+    """Return Muon's settings under Megatron's names.
 
-    in_bf16: the weights, and so the factors of Newton-Schulz, are bfloat16. Queries, keys and values are one
-    parameter in Megatron, but are orthogonalised separately."""
+    Queries, keys and values share a Megatron parameter, but are orthogonalised separately."""
     return {
         "use_layer_wise_distributed_optimizer": True,
         "muon_momentum": muon.momentum,

@@ -29,14 +29,11 @@ def actor_loss(
     selected: Tensor | None = None,
     teacher: TeacherConfig | None = None,
 ) -> Loss:
-    """Return the actor's loss: the policy loss, and the terms whose factor is not 0.
+    """Return the actor's loss: the policy loss, and the `further_terms`.
 
-    The terms are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, minus factor *
-    entropy, and c * KL to a teacher's top-k tokens. The phase actor_update declares the columns that they
-    read (config/phases.py). If top-k tokens of pi_old or of a teacher are used, `micro_batch.others` has the
-    result of `other_tokens`.
+    The phase actor_update declares the columns that they read (config/phases.py).
 
-    selected: bool [T], the tokens that the policy loss's selector chose."""
+    selected: bool [T], chosen by the policy loss's selector."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
@@ -73,13 +70,9 @@ def actor_loss(
 
 
 def compared_top_k(batch: TrainBatch, micro_batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log pi and log pi_old of pi_old's top-k tokens, [r, k] each, for r tokens of the micro-batch.
+    """Return log pi (`logprobs`) and log pi_old of pi_old's top-k tokens, [r, k] each.
 
-    The sampled token gets the lowest finite value in both, because a trust region counts it separately.
-
-    Args:
-        logprobs: log pi of these tokens, [r, k].
-    """
+    The sampled token gets the lowest finite value in both, because a trust region counts it separately."""
     sampled = batch.tokens[micro_batch.token_indices].to(logprobs.device)
     same = micro_batch.column(batch, "old_top_tokens") == sampled[:, None]
     old = micro_batch.column(batch, "old_top_logprobs")
@@ -96,8 +89,9 @@ def further_terms(
     of_teacher: Tensor | None,
     teacher: TeacherConfig | None,
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
-    """Yield the factor, loss and statistics of each further term of the actor's loss.
+    """Yield factor, loss and statistics of each further term whose factor is not 0.
 
+    The NLL of positive examples is VAPO eq. 10.
     logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
 
     def column(name: str) -> Tensor:
@@ -122,7 +116,7 @@ def further_terms(
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:
-    """Return pi_old's and a teacher's top-k tokens, int32 [T, k], which `actor_loss` also needs."""
+    """Return pi_old's and a teacher's top-k tokens, int32 [T, k]."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
     return torch.cat([batch[name] for name in names], 1) if names else None
 
@@ -142,7 +136,7 @@ def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> 
 
 
 def supervised_loss(batch: TrainBatch) -> Loss:
-    """Return only the positive-example loss (VAPO eq. 9), of all responses. It reads nll_loss_weights."""
+    """Return the positive-example loss (VAPO eq. 9) alone."""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output

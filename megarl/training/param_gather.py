@@ -1,4 +1,4 @@
-"""The all-gather of updated weights, overlapped with the forward pass of the next update."""
+"""Overlap the all-gather of updated weights with the next update's forward pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 class ParamGather:
     """Decides which forward pass gathers a model's weights (`parallel.overlap_param_gather`).
 
-    `TrainableModel` owns it. Megatron's hooks gather in any forward pass while they are enabled: only from
-    one
-    update to the end of the decoder in the next."""
+    Megatron's hooks would gather in any forward pass, so they are enabled only in an update's first one."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.chunks = chunks
@@ -38,8 +36,7 @@ class ParamGather:
     def _finish(self, chunk: Any, *_: Any) -> None:
         """Wait for a chunk's weights at the end of its decoder, and disable Megatron's hooks.
 
-        The hooks wait for each module that is called, but the actor's head reads the output layer's weights
-        without a call."""
+        They wait only for modules that are called; the actor's head reads its weights without a call."""
         if chunk in self.pending:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 group.finish_param_sync(skip_next_bucket_dispatch=True)

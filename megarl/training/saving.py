@@ -1,8 +1,8 @@
 """Write the checkpoints of a run in the background.
 
-Every rank copies its part to the host between two steps, and writes its file in a thread. Then rank 0 adds
-index and manifest (last, so an interrupted folder never looks complete) and renames the folder. The format is
-Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
+Every rank copies its part to the host between two steps, and writes its file in a thread. Then rank 0 writes
+index and manifest (last, so an interrupted folder never looks complete) and renames the folder.
+The format is Megatron's torch_dist with a common.pt, which versions 0.16 to 0.19 read."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from megarl.training.sharded import FAILURES, megatron_state, quiet_warnings, re
 from megarl.weights.index import COMMON, CONFIG
 from megarl.weights.index import FORMAT as MODEL_FORMAT
 
-# Seconds between Python's thread switches during a write. With the default 5 ms, step and writer starve each
+# Seconds between Python's thread switches during a write. With the default, step and writer starve each
 # other: torch releases the interpreter in every operation.
 SWITCH_INTERVAL = 2e-4
 NO_ROOM = "make room, or set checkpoint.every to 0"
-PATIENCE = 0.8  # share of parallel.timeout; the other ranks wait for the whole of it
+PATIENCE = 0.8  # share of parallel.timeout, which is how long other ranks wait
 Entries = dict[str, tuple[int, str]]  # file -> (bytes, SHA-256)
 
 
@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 
 class WrittenPart(NamedTuple):
-    """`length` bytes of a file from `start`, of which `size` belong to the tensor."""
+    """`length` bytes of a file from `start`; `size`: the tensor's."""
 
     key: str
     offsets: tuple[int, ...] | None
@@ -107,7 +107,7 @@ class WrittenPart(NamedTuple):
 Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
 
 
-# Joins all ranks' shares to one state; runs in a thread of rank 0.
+# Joins all ranks' shares in a thread of rank 0.
 Join = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
@@ -118,15 +118,14 @@ class StoredRollouts(Protocol):
 
     @abstractmethod
     def wait_for_files(self, step: int) -> None:
-        """Wait until they exist; every rank calls it before waiting for that thread."""
+        """Wait until they exist; every rank calls this first."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run. Every rank makes the same calls.
+    """Writes checkpoints. Every rank makes the same calls.
 
-    prepare   called with a model's name before its state is read
-    join      joins the ranks' shares (of type `share`) of the batch source's state
-    ahead     the stored rollouts of asynchronous steps
+    prepare   called with a model's name before a copy
+    share     type of a rank's share of the batch source's state
     seconds   the longest time that a save has blocked the run"""
 
     def __init__(
@@ -157,10 +156,10 @@ class CheckpointWriter:
         *,
         now: bool = False,
     ) -> None:
-        """Finish the previous checkpoint and start that of `step`; finish it too with `now` or in foreground.
+        """Finish the previous checkpoint and start that of `step`; with `now`, finish it too.
 
-        state: must not change until the checkpoint is complete; `samplers` is this rank's share. Raises
-        CheckpointError on every rank if this or the previous checkpoint cannot be written."""
+        state: must not change until the checkpoint is complete; `samplers` is this rank's share.
+        Raises CheckpointError on every rank if a write failed."""
         started = time.perf_counter()
         self.finish()
         final = self.config.run_dir / FOLDER / folder_name(stage, step)
@@ -224,8 +223,8 @@ class CheckpointWriter:
     def advance(self) -> None:
         """Advance an unfinished checkpoint; call it when no rank is busy.
 
-        The first call has rank 0 write index and manifest, the second completes the checkpoint.
-        Raises CheckpointError on every rank, and removes the files, if one failed to write."""
+        The first call has rank 0 write index and manifest, the second ends the checkpoint.
+        Raises CheckpointError on every rank if a write failed, and removes the files."""
         writing = self._writing
         if writing is None:
             return
@@ -269,9 +268,9 @@ class CheckpointWriter:
 
 @dataclass
 class _Writing:
-    """An unfinished checkpoint, on one rank. state: on rank 0, with `samplers` of all ranks.
+    """An unfinished checkpoint, on one rank.
 
-    parts_written: all ranks have written; rank 0 still writes index and manifest"""
+    state: on rank 0; parts_written: rank 0 still writes index and manifest"""
 
     final: Path
     manifest: dict[str, Any]
@@ -332,7 +331,7 @@ class _Writing:
         folders = [folder for folder in partial.iterdir() if folder.is_dir()]
         for path in (partial / MANIFEST, *folders, partial):
             fsync(path)
-        if final.exists():  # a damaged one, as the run did not continue from it
+        if final.exists():  # damaged: the run did not continue from it
             shutil.rmtree(final)
         partial.rename(final)
         fsync(final.parent)
@@ -362,7 +361,7 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
+        """Collective. Raises RuntimeError as `copy_model` raises CheckpointError."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
@@ -379,8 +378,8 @@ class HostCopier:
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
         """Choose the parts that this rank writes.
 
-        Data- and context-parallel ranks hold the same weights and gathered optimizer, and write equal shares
-        of the bytes. The first replica writes experts and small objects."""
+        Data- and context-parallel ranks hold the same weights and optimizer; each writes an equal share. The
+        first replica writes experts and small objects."""
         shared, own = [], []
         for part in parts:
             # replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
@@ -426,7 +425,7 @@ def _copy_part(part: Any) -> tuple[Part, torch.Tensor | BytesIO]:
 class HostCopy:
     """One model's copies on this rank.
 
-    index: all ranks' parts, on rank 0; common: Megatron's unsharded part"""
+    index: on rank 0; common: Megatron's unsharded part"""
 
     plan: SavePlan
     copies: dict[MetadataIndex, Any]
@@ -442,7 +441,6 @@ class HostCopy:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Write and flush this rank's file, and free the copies."""
         copies = self.copies
 
         class Planner(DefaultSavePlanner):
@@ -450,7 +448,7 @@ class HostCopy:
                 return copies[write_item.index]
 
         planner = Planner(flatten_state_dict=False)
-        # Copying ahead would create a CUDA context on GPU 0 for every rank, this thread's device.
+        # Copying ahead would create a CUDA context of every rank on GPU 0, this thread's device.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
         written = writer.write_data(self.plan, planner)
         written.wait()
@@ -458,7 +456,7 @@ class HostCopy:
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
-        """Write the index from all ranks' `results`; return the new files."""
+        """Write the index; return the new files."""
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(

@@ -37,9 +37,8 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape, so any layout can read them. The variant
-# distrib_optim_fully_reshardable_mem_efficient saves GPU memory, but gathers over gloo to one replica, which
-# writes everything. The plan counts a bucket on the GPU (`checkpoint_need` in plan/memory.py).
+# State tensors have their parameter's shape, so any layout can read them. A bucket is on the GPU. The variant
+# distrib_optim_fully_reshardable_mem_efficient avoids that, but one replica writes everything.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -47,16 +46,16 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 
 
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's sharded state of weights, optimizers and schedule; collective."""
+    """Return Megatron's sharded state of weights, optimizers and schedule. Collective."""
     with quiet_warnings(), on_cpu():
         weights = trained = model_state(model.model)
         if model.config.frozen_layers:
-            # One tensor per layer: a tensor of all layers would have holes.
+            # A tensor of all layers would have holes.
             trained = model_state(model.model, metadata={"non_homogeneous_layers": True})
         optimizers = {}
         for optimizer in filter(_is_adam, model.optimizers):
             _fix_saved_names(optimizer)
-            allocate_moments(optimizer.optimizer)  # the first step may have been skipped
+            allocate_moments(optimizer.optimizer)
         if model.config.freezes:
             _lend_steps(model)
         for i, optimizer in enumerate(model.optimizers):
@@ -64,8 +63,8 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 optimizers[str(i)] = _matrices(optimizer, weights)
                 continue
             if is_loading:
-                # Megatron would load the existing optimizer state into itself to create it, and Transformer
-                # Engine's Adam would hold its moments twice.
+                # Megatron would load the existing state into itself; Transformer Engine's Adam would then
+                # hold its moments twice.
                 optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
                 trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
@@ -77,9 +76,9 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: Checkpoint, models: Mapping[str, TrainableModel], prepare: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Load a checkpoint of any layout and return its `state`; collective. Raises CheckpointError.
+    """Load a checkpoint and return its `state`. Collective. Raises CheckpointError.
 
-    prepare: called with a model's name before it is loaded"""
+    prepare: called with each model's name first"""
     for name, model in models.items():
         if not (checkpoint.pretraining and name == "actor"):
             prepare(name)
@@ -88,7 +87,7 @@ def load_checkpoint(
 
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
-    """Load model, optimizer and schedule; collective. Raises CheckpointError."""
+    """Load model, optimizer and schedule. Collective. Raises CheckpointError."""
     wanted = megatron_state(model, is_loading=True)
     loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
@@ -139,15 +138,12 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
 
 
 def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
-    """Remove FP8's delayed-scaling histories, the only objects; return their keys in the file.
-
-    Megatron would unpickle them."""
+    """Remove FP8's delayed-scaling histories, which Megatron would unpickle; return their keys."""
     names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
     return {name: chunk.pop(name).unique_key for name in names}
 
 
 def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
-    """Return a history with this run's recipe, pickled as Transformer Engine expects."""
     if history is None:
         return None
     whole = {**history, "recipe": get_fp8_recipe(config)}
@@ -156,7 +152,7 @@ def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tens
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Silence megatron-core's warnings about deprecated parts of torch, and 0.19's about common.pt."""
+    """Silence Megatron's warnings about deprecations, and 0.19's about common.pt."""
     common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
 
     def is_error(record: logging.LogRecord) -> bool:
@@ -174,8 +170,8 @@ def quiet_warnings() -> Iterator[None]:
 def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     """Return the sharded state of each chunk's weights, by its index on this rank.
 
-    Layers have their index in the model. Portable and Transformer Engine layers have equal names, except
-    FP8's extra state with recipe delayed. With LoRA: only adapters and a critic's head."""
+    Portable and Transformer Engine layers have equal names, except FP8's extra state with recipe delayed.
+    With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
         return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
     matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
@@ -200,7 +196,6 @@ def _is_beside(name: str) -> bool:
 
 
 def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
-    """Return the sharded state of adapters and value head, with full shapes and names in the file."""
     experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
     first = (
         parallel_state.get_expert_model_parallel_rank() * experts // chunk.config.expert_model_parallel_size
@@ -246,7 +241,7 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
     kept, state = _list_matrices(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (own for own, _ in kept))
     for number, (_, parts) in enumerate(kept):
-        # Only this data-parallel replica has it; 0: this tensor-parallel rank writes it.
+        # Only this data-parallel replica has it.
         shard = replace(shards[number], replica_id=int(any(shards[number].replica_id[:2])))
         state[str(number)] = {
             key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
@@ -258,8 +253,7 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
 def _fix_saved_names(optimizer: Any) -> None:
     """Work around two places where megatron-core 0.16 saves a parameter's state under another name.
 
-    1. Gathering skips the padding between buckets (several with tied embeddings across pipeline stages),
-       splitting counts it. Declaring padding as content makes both consistent.
+    1. Gathering skips the padding between buckets, but splitting counts it; declare padding as content.
     2. It expects a group's parameters in order, but stores float32 ones (a bfloat16 critic's head) first."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
@@ -272,22 +266,20 @@ def _fix_saved_names(optimizer: Any) -> None:
 
 
 def allocate_moments(adam: Any) -> None:
-    """Create Adam's initial state, which Megatron's saving and loading need."""
+    """Create Adam's initial state for Megatron's checkpoints."""
     if adam.state:
         return
     for p in (p for group in adam.param_groups for p in group["params"]):
         if hasattr(adam, "initialize_state"):
             adam.initialize_state(p, False)
-        else:  # torch's, or apex's, which counts steps in its groups
+        else:  # torch or apex; apex counts steps in its groups
             step = {"step": torch.zeros(())} if isinstance(adam, torch.optim.Adam) else {}
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             adam.state[p] = {**step, **moments}
 
 
 def _lend_steps(model: TrainableModel) -> None:
-    """Give an Adam without parameters (a fully frozen stage) the other ranks' number of steps.
-
-    Megatron saves rank 0's."""
+    """Give a fully frozen stage's Adam the other ranks' number of steps: Megatron saves rank 0's."""
 
     def steps(adam: Any) -> list[float]:
         if isinstance(adam, torch.optim.Adam):
@@ -308,10 +300,10 @@ def _lend_steps(model: TrainableModel) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load group settings, steps, float32 weights and moments, from a file by any implementation of Adam.
+    """Load group settings, steps, float32 weights and moments by any implementation of Adam.
 
-    DistributedOptimizer.load_state_dict needs the same implementation, and copies the file's groups, whose
-    settings differ. It shares torch's step tensor, and holds Transformer Engine's moments twice."""
+    DistributedOptimizer.load_state_dict needs the same implementation, copies the file's settings, shares
+    torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
     written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:

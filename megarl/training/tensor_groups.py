@@ -1,4 +1,4 @@
-"""The tensors of a model that are offloaded together: its weights, gradients and optimizer state."""
+"""Groups of a model's tensors that are offloaded together."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
     buffers = model.buffers
 
     def optimizer() -> Iterator[Tensor]:
-        """List this rank's FP32 main parameters and Adam's moments. FP32 parameters are their own main
-        parameters: views of the weights, which belong to another group."""
+        """Yield this rank's FP32 main parameters and Adam's moments.
+
+        FP32 weights are their own main parameters, and belong to another group."""
         others = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }

@@ -1,4 +1,1 @@
-"""What methods do with a step's batch on all ranks, one file each.
-
-The formulas are in megarl/algorithms/methods.
-"""
+"""Distributed parts of methods, whose formulas are in megarl/algorithms/methods."""

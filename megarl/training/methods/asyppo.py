@@ -11,18 +11,16 @@ from megarl.parallel.runtime import Runtime
 
 
 def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Set advantages [T] to 0 where the critics agree most, and leave tokens out of the entropy term.
+    """Set advantages [T] to 0 where the critics agree most.
 
-    critic_values [T, m] decide, by their standard deviation in float32. `mask` is the share of the step's
-    tokens whose advantage becomes 0. With `filter`, write entropy_weights [T]: the token weights before any
-    mismatch correction, but 0 at the share on which the critics agree least. Denominators do not change.
-    Tokens with equal deviations are all selected or none, so a share is an upper bound.
-
-    Returns value/spread, the mean deviation, and the shares policy/agreed and policy/disputed."""
+    The standard deviation of critic_values [T, m] decides. `mask` is the share of tokens whose advantage
+    becomes 0. With `filter`, write entropy_weights [T], 0 at the share on which the critics agree least.
+    Denominators do not change. Tokens with equal deviations are all selected or none, so shares are upper
+    bounds."""
     weights = batch["policy_loss_weights"]
     counted = weights > 0
     spread = batch["critic_values"].double().std(-1, correction=0).float()
-    keys = spread.view(torch.int32)[counted]  # floats that are not negative are ordered as their bits are
+    keys = spread.view(torch.int32)[counted]  # the bits of non-negative floats have the floats' order
     sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
     metrics, taken = {"value/spread": total / max(tokens, 1)}, {}

@@ -1,7 +1,7 @@
 """The tokens of a mini-batch that Clip-Cov and KL-Cov select (arXiv 2505.22617, section 4).
 
 A token's covariance is cov_t = (A_t - mean A) (log pi_t - mean log pi). Means and selection are over all
-micro-batches of the mini-batch on all replicas together.
+replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def select_kl_cov(
     random_numbers: Tensor,
     runtime: Runtime,
 ) -> Tensor:
-    """Select the tokens with the largest covariance, bool [T]: the configured share, at least one.
+    """Select the configured share of tokens, at least one, by largest covariance, bool [T].
 
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     at = counted_tokens(batch, mini_batch)
@@ -45,8 +45,7 @@ def select_clip_cov(
 ) -> Tensor:
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
-    Their number is the configured share of all tokens, at least one, or all such tokens if these are fewer.
-    """
+    They are at most the configured share of all tokens, or one."""
     at = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, at, logprobs, runtime)
     new, old = logprobs[at].double(), batch[config.old_column][at].double()
@@ -60,13 +59,13 @@ def select_clip_cov(
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
-    """Return the positions of the mini-batch's policy-loss tokens on this replica, int64."""
+    """Return the positions of this replica's policy-loss tokens, int64."""
     at = torch.cat([one.token_indices for one in mini_batch])
     return at[batch["policy_loss_weights"][at] > 0]
 
 
 def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtime) -> tuple[Tensor, float]:
-    """Return the covariance of each of the tokens `at`, float64, and their number on all replicas."""
+    """Return the covariances of the tokens `at`, float64, and their number on all replicas."""
     new, advantage = logprobs[at].double(), batch["advantages"][at].double()
     sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
     count, of_advantages, of_logprobs = sum_over_replicas(runtime, sums).tolist()

@@ -1,4 +1,4 @@
-"""SPO's advantages (algorithms/methods/spo.py), and the state that it keeps between steps."""
+"""SPO's advantages (algorithms/methods/spo.py)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def add_tracked_advantages(
 ) -> dict[str, float]:
     """Write this replica's advantages [T]: each reward minus the tracker's expectation of its prompt.
 
-    They are normalised over the rollout's responses. Then the tracker observes the answers.
-
-    Returns value/explained_variance of the tracker's chances, and tracker/known, the share of responses to
-    prompts answered before."""
+    They are normalised over the rollout's responses. Then the tracker observes the answers."""
     answered, prompts, correct = rollout.response_lengths > 0, rollout["prompt_uids"], rollout["correct"]
     chances = tracker.chances(prompts)
     known = [uid in tracker.counts for uid in prompts[answered].tolist()]

@@ -14,9 +14,7 @@ from megarl.training.columns import expected_reward, write_advantages
 
 
 def add_prompt_advantages(config: Config, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
-    """Write advantages [T], R - sigmoid(V) for R in {0, 1}: reward minus the critic's expectation.
-
-    Also do what `add_prompt_returns` does, and return its metric."""
+    """Write advantages [T], R - sigmoid(V) for R in {0, 1}; also call `add_prompt_returns`."""
     metrics, chances = add_prompt_returns(batch, runtime)
     advantages = batch["rewards"].double() - expected_reward(config.reward, chances)
     write_advantages(config.algorithm, batch, batch.spread(advantages.float()), runtime)
@@ -26,8 +24,7 @@ def add_prompt_advantages(config: Config, batch: TrainBatch, runtime: Runtime) -
 def add_prompt_returns(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tensor]:
     """Write returns [T], the critic's targets: 1 at the first token of a right response, else 0.
 
-    Returns value/explained_variance of the critic's chances sigmoid(V), and these chances, float64 [n]; 1/2
-    for ungraded responses."""
+    Also return the critic's chances sigmoid(V), float64 [n]; 1/2 for ungraded responses."""
     some = batch.response_lengths > 0
     first = (batch.cu_seqlens[:-1] + batch.prompt_lengths)[some]
     chances = torch.full((batch.num_sequences,), 0.5, dtype=torch.float64)

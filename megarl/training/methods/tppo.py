@@ -19,8 +19,7 @@ from megarl.training.columns import (
 def add_window_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, float], Tables]:
     """Write advantages and returns [T] of windows of responses, as `add_gae` does of whole ones.
 
-    For lambda, an unfinished response counts as half a window longer. The tail of its window
-    (`algorithm.window_tail`) has no advantage, and whitening leaves it out."""
+    For lambda, an unfinished response counts as half a window longer. Its window's tail has no advantage."""
     algorithm, unfinished, drawn = config.algorithm, batch.unfinished, batch.sampled_mask
     half = (config.rollout.window or 0) // 2
     lam = policy_lambda(algorithm, batch.response_lengths + unfinished * half)
