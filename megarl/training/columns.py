@@ -230,7 +230,8 @@ def mismatch(
 def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
-    Only policy loss and KL term estimate a mean over the policy from sampled tokens."""
+    The policy loss and the KL term use the new ones: they estimate a mean over the policy from sampled tokens.
+    Entropy, top-k and positive-example terms do not, and keep the old ones."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -29,7 +29,10 @@ def actor_loss(
     selected: Tensor | None = None,
     teacher: TeacherConfig | None = None,
 ) -> Loss:
-    """Return the actor's loss: the policy loss, and the `further_terms`.
+    """Return the actor's loss: the policy loss, and the terms whose factor is not 0 (`further_terms`).
+
+    They are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, minus factor * entropy,
+    and c * KL to a teacher's top-k tokens.
 
     The phase actor_update declares the columns that they read (config/phases.py).
 
@@ -91,7 +94,6 @@ def further_terms(
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
     """Yield factor, loss and statistics of each further term whose factor is not 0.
 
-    The NLL of positive examples is VAPO eq. 10.
     logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
 
     def column(name: str) -> Tensor:
