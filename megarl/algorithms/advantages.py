@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A window has about GAE_WINDOW tokens, which fit into the cache, and between GAE_STEPS per response: shorter
-# rows are slow to copy, longer ones pad short responses (benchmarks/gae.py).
+# A window has about GAE_WINDOW tokens, so that it fits into the cache. GAE_STEPS are its fewest and most
+# tokens of one response. Shorter rows are slow to copy, longer rows pad short responses (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
@@ -88,17 +88,17 @@ def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None
     """Return the tokens of each response, int64 [n]; None if observations interrupt or follow one.
 
     Bisection allocates no integers per token."""
-    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    low, end = cu_seqlens[:-1], cu_seqlens[1:]
     falling_edges = response_mask[:-1] & ~response_mask[1:]
     falling_edges[end[(end > 0) & (end < response_mask.numel())] - 1] = False
     if bool(falling_edges.any()):
         return None
     high = end
-    while bool((is_searching := begin < high).any()):
-        middle = (begin + high) // 2
+    while bool((is_searching := low < high).any()):
+        middle = (low + high) // 2
         is_sampled = response_mask[middle.clamp(max=response_mask.numel() - 1)]
         high = torch.where(is_searching & is_sampled, middle, high)
-        begin = torch.where(is_searching & ~is_sampled, middle + 1, begin)
+        low = torch.where(is_searching & ~is_sampled, middle + 1, low)
     return end - high
 
 

@@ -1,4 +1,4 @@
-"""Loss terms and their token weights: the one place of denominators.
+"""Loss terms and token weights. All denominators are computed here.
 
 A term is sum_t w_t * l_t, with denominators of the whole mini-batch. Statistics are sums over tokens. So both
 add up over micro-batches and data-parallel ranks.
@@ -286,14 +286,14 @@ def value_loss(
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
     errors = (value - target).square()
-    clipped = torch.zeros_like(counted)
+    is_clipped = torch.zeros_like(counted)
     if clip > 0:
         old_value = torch.where(counted, old_values.detach().double(), 0.0)
         clipped_errors = (torch.clamp(value, old_value - clip, old_value + clip) - target).square()
-        clipped = clipped_errors > errors
+        is_clipped = clipped_errors > errors
         errors = torch.maximum(errors, clipped_errors)
     loss = _weighted_sum(0.5 * errors, weights, values)
-    return loss, _sums(loss, "value/loss", tokens=counted.sum(), clip_fraction=clipped.sum())
+    return loss, _sums(loss, "value/loss", tokens=counted.sum(), clip_fraction=is_clipped.sum())
 
 
 def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:

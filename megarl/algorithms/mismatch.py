@@ -36,12 +36,12 @@ def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
     """Return metrics from global `mismatch_sums`.
 
     kl is the k3 estimate of KL(pi_engine || pi_trainer)."""
-    count, absolute, ratio, kl = sums.tolist()
+    count, absolute_sum, ratio_sum, kl_sum = sums.tolist()
     return {
-        "mismatch/logprob_abs_mean": absolute / max(count, 1.0),
+        "mismatch/logprob_abs_mean": absolute_sum / max(count, 1.0),
         "mismatch/logprob_abs_max": float(largest),
-        "mismatch/ratio_mean": ratio / count if count else 1.0,
-        "mismatch/kl": kl / max(count, 1.0),
+        "mismatch/ratio_mean": ratio_sum / count if count else 1.0,
+        "mismatch/kl": kl_sum / max(count, 1.0),
     }
 
 

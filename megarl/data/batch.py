@@ -101,8 +101,8 @@ class TrainBatch:
 
     tokens         int64 [T], each prompt followed by its response
     cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool [T], True on sampled tokens, with end-of-sequence. False tokens before the first are
-                   the prompt, later ones observations
+    response_mask  bool [T], True on sampled tokens, with end-of-sequence. Tokens before the first True
+                   are the prompt, later False tokens are observations
     columns        name -> Tensor, [T] or [n]
 
     `training.batch.make_train_batch` sets these:

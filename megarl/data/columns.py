@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return possible columns; a dotted key also by its first part."""
+    """Return the columns that a row may use, and the first part of each dotted key."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)

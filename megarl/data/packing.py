@@ -93,8 +93,8 @@ def balance_groups(
 ) -> list[list[int]]:
     """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
-    All groups stay whole or split in halves, quarters and so on, to minimise the highest cost. Arguments: as
-    `pack_groups`, but costs."""
+    All groups are kept intact, or all are split into halves, quarters and so on: whichever gives the
+    smallest maximum cost. Arguments are those of `pack_groups`, as costs."""
     members_by_group: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         members_by_group.setdefault(group, []).append(index)

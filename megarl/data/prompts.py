@@ -79,7 +79,7 @@ class ProblemSet:
 
     name       prefix of scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
-    questions  all, even beyond evaluation.max_problems"""
+    questions  of all problems, also of those beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -126,7 +126,7 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return the sums, then reasons with `shown` examples."""
+        """Return the total counts, then each reason with up to `shown` examples."""
         report_lines = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
@@ -354,18 +354,18 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
     """Return the `names` that are the data_source or generated task of no row of data.train.
 
     Requires `validate_files`."""
-    absent: dict[Any, None] = dict.fromkeys(names)
+    absent_names: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
-            absent.pop(task, None)
+            absent_names.pop(task, None)
         with suppress(DataError):  # a parquet file may lack the column
-            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
+            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent_names else ():
                 source_name = row.get("data_source") if isinstance(row, dict) else None
                 if isinstance(source_name, str):
-                    absent.pop(source_name, None)
-                if not absent:
+                    absent_names.pop(source_name, None)
+                if not absent_names:
                     break
-    return [*absent]
+    return [*absent_names]
 
 
 def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -471,7 +471,7 @@ def _tokenize(
     max_rows = 1
     while chunk := _take(rows, max_rows):
         max_rows = _TOKENIZED_AT_ONCE
-        templated: list[tuple[_Row, str]] = []
+        templated_rows: list[tuple[_Row, str]] = []
         for row in chunk:
             try:
                 text = _apply_template(row, data, tokenizer, tools, report)
@@ -480,11 +480,11 @@ def _tokenize(
             except UnusableRow as problem:
                 report.reject(row.file, row.number, problem)
                 continue
-            templated.append((row, text))
-        texts = [text for _, text in templated]
+            templated_rows.append((row, text))
+        texts = [text for _, text in templated_rows]
         input_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         batch = []
-        for (row, text), row_ids in zip(templated, input_ids, strict=True):
+        for (row, text), row_ids in zip(templated_rows, input_ids, strict=True):
             ids = tuple(row_ids)
             if leading_tokens and ids[: len(leading_tokens)] == leading_tokens:
                 what = f"the prompt begins with {tokenizer.decode(leading_tokens)} already, and gets no other"

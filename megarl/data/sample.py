@@ -193,8 +193,8 @@ class SampleGroup:
     @property
     def counted(self) -> list[Sample]:
         """Graded samples to train on: none if only one of several, which lacks a comparison."""
-        graded = [sample for sample in self.samples if sample.graded]
-        return graded if len(graded) > 1 or len(self.samples) == 1 else []
+        graded_samples = [sample for sample in self.samples if sample.graded]
+        return graded_samples if len(graded_samples) > 1 or len(self.samples) == 1 else []
 
     @property
     def num_correct(self) -> int:

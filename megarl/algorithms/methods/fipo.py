@@ -44,7 +44,7 @@ def future_factors(
     """
     is_above_limit, decay, step = log_ratio > math.log(limit), 2 ** (-1 / half_life), 1
     future = torch.where(is_above_limit, 0.0, log_ratio)
-    # `future` sums over `step` tokens, which each round doubles.
+    # `future` sums over `step` tokens. Each round doubles `step`.
     while bool((is_same_sequence := sequence_ids[step:] == sequence_ids[:-step]).any()):
         shifted = torch.where(is_same_sequence, future[step:], 0.0)
         future = torch.cat([future[:-step] + decay**step * shifted, future[-step:]])
