@@ -1,4 +1,6 @@
-"""`megarl demo`: a first run. Recipes share a seed's task and warm start; each has its folder."""
+"""`megarl demo`: a first run.
+
+Recipes with the same seed share the task and the warm start. Each recipe has a folder."""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the core's rate in a forward p
 ASKED = 4.0  # cost of a held-out answer
 UPDATE = 1.5  # seconds per update, for memory traffic
 COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates per step
-LONG = 1140.0  # seconds; QUICK: wanted, LONGEST: limit
+LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # only before and after the run
+NEVER = 1000  # steps, longer than any run: evaluate only before and after it
 PRETRAINED_MEMORY = 12 * GIB
 
 MARK = ".megarl-demo"  # in --folder: the demo created it
@@ -98,10 +100,10 @@ def demo(
     task_folder = task_folder if seed == 0 else task_folder / f"seed-{seed}"
     task_folder = task_folder / f"experts-{experts}" if experts else task_folder
     initial_model, size_overrides = task_folder / "sft" / "hf", []
-    file = config_file(f"configs/demos/{recipe}.yaml")
+    recipe_file = config_file(f"configs/demos/{recipe}.yaml")
     if model != "tiny":
         name = model if task == "sums" else task
-        file, initial_model = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
+        recipe_file, initial_model = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
         run_sizes = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
         size_overrides = run_sizes.overrides()
         print(run_sizes, flush=True)
@@ -119,8 +121,8 @@ def demo(
         *size_overrides,
         *overrides,
     ]
-    config = load_config(file, rl_overrides)
-    check_config(config, str(file))  # before the warm start
+    config = load_config(recipe_file, rl_overrides)
+    check_config(config, str(recipe_file))  # before the warm start
     _check_folders(config, folder, task_folder)
     # Ranks are forked, so no thread renews the lease: training and the wait for ranks do.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
@@ -137,7 +139,7 @@ def demo(
         what = "reinforcement learning, with nothing but a rule that checks the final answers"
         print(f"[2/2] {config.recipe.upper()}: {what}", flush=True)
         _make_anew(config.run_dir, MARK_RUN)
-        if exit_code := train(file, rl_overrides):
+        if exit_code := train(recipe_file, rl_overrides):
             return exit_code
         _print_result(config, model, task)
         print(f"took {time.time() - start_time:.0f} s")

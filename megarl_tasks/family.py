@@ -1,6 +1,7 @@
-"""Tasks with knobs, each of which shows what a technique of the papers is for.
+"""Tasks for ablations. Each setting shows the effect of one technique of the papers.
 
-Additions decide early and lines delay the grade, as in delayed.py, or every line adds.
+As in delayed.py, the first additions decide the result, and later lines only repeat it. With `adds` every
+line is an addition.
 Settings: configs/ablations. Examples: docs/evidence/ablations.md."""
 
 from __future__ import annotations

@@ -199,10 +199,10 @@ def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
 
 
 def verify(response: str, entry: str) -> Verdict:
-    """Grade the `<answer>` with its task's scorer: correct from a score of 1. Without tags it is wrong.
+    """Grade the `<answer>` with its task's scorer. A score of 1 or more is correct.
 
-    So is code, and an answer for which the scorer raises. If it also raises for the known answer, the error
-    propagates (ungraded)."""
+    A response without tags is wrong. So is an answer that is code, or for which the scorer raises. If the
+    scorer also raises for the known answer, the error propagates and the response is ungraded."""
     extracted = extract_answer(response)
     if extracted is None:
         return Verdict(False, score=0.0)
