@@ -26,8 +26,8 @@ from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
-# Most tasks use seed + k for item k. So an entry's seed selects a block of seeds, of the longest
-# entry's size.
+# Most tasks use seed + k for item k. So each seed of an entry selects a block of seeds that fits the longest
+# entry.
 # Training, evaluation and examples have disjoint ranges. numpy's seeds end at 2 ** 32.
 BLOCK = 2**18
 TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
