@@ -85,8 +85,8 @@ def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, 
     for term in problem.terms[1:]:
         result = total + term
         if rng.random() < error:
-            wrong = [result + sign * off for off in (1, 2, 3) for sign in (-1, 1)]
-            result = rng.choice([number for number in wrong if number > 0])
+            wrong_results = [result + sign * distance for distance in (1, 2, 3) for sign in (-1, 1)]
+            result = rng.choice([number for number in wrong_results if number > 0])
         lines.append(f"{total}+{term}={result}\n")
         total = result
     return "".join(lines), total
@@ -94,16 +94,16 @@ def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, 
 
 def teach(problem: Sum, rng: random.Random) -> str:
     """Return the teacher's response, without end-of-sequence token."""
-    kind = rng.random()
+    chance = rng.random()
     work, total = chain(problem, rng)
-    if kind < BARE:
+    if chance < BARE:
         work = ""
-    elif kind < BARE + WAIT:
-        for done in range(1, MAX_CHAINS):
-            if done > 1 and rng.random() >= AGAIN:
+    elif chance < BARE + WAIT:
+        for num_chains in range(1, MAX_CHAINS):
+            if num_chains > 1 and rng.random() >= AGAIN:
                 break
-            again, total = chain(problem, rng)
-            work += "Wait\n" + again
+            repetition, total = chain(problem, rng)
+            work += "Wait\n" + repetition
     return f"{work}Answer: {total}"
 
 
@@ -180,40 +180,40 @@ def write_task_files(
             yield {"prompt": problem.prompt, "response": response, "answer": problem.answer}
 
     def make_unique_rows(sampled: Iterator[P], count: int) -> Iterator[dict[str, str]]:
-        unique: set[P] = set()
-        while len(unique) < count:
+        unique_problems: set[P] = set()
+        while len(unique_problems) < count:
             problem = next(sampled)
-            if problem not in unique:
-                unique.add(problem)
+            if problem not in unique_problems:
+                unique_problems.add(problem)
                 yield {"prompt": problem.prompt, "answer": problem.answer}
 
-    files = {
+    rows_by_name = {
         "sft": make_sft_rows(),
         "train": make_unique_rows(problems(random.Random(f"{seed}/train")), train_rows),
         "eval": make_unique_rows(problems(random.Random("eval"), evaluation=True), EVAL_ROWS),
     }
-    place = folder
+    path = folder
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        for name, rows in files.items():
+        path.mkdir(parents=True, exist_ok=True)
+        for name, rows in rows_by_name.items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
-            (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        place = folder / "model"
+            (path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        path = folder / "model"
         model = build_model(tokenizer, seed, layers, experts)
         # save_pretrained would show a progress bar.
         weights = revert_weight_conversion(model, model.state_dict())
         del weights["lm_head.weight"]  # tied
-        tokenizer.save_pretrained(place)
-        model.config.save_pretrained(place)
-        model.generation_config.save_pretrained(place)
+        tokenizer.save_pretrained(path)
+        model.config.save_pretrained(path)
+        model.generation_config.save_pretrained(path)
         save_file(
             {name: tensor.contiguous() for name, tensor in weights.items()},
-            place / "model.safetensors",
+            path / "model.safetensors",
             metadata={"format": "pt"},
         )
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error} (choose another folder)"
-        raise DataError(f"{place}: {problem}") from error
+        raise DataError(f"{path}: {problem}") from error
 
 
 def build_tokenizer(
@@ -241,9 +241,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
     """Build an untrained Qwen3 from a seed, keeping torch's generator.
 
     experts: per layer; each token uses two"""
-    family = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    config_class, model_class = family
+    classes = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    moe_options = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    config_class, model_class = classes
     config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -260,7 +260,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **(mixture | {"norm_topk_prob": True} if experts else {}),
+        **(moe_options | {"norm_topk_prob": True} if experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -58,50 +58,50 @@ class Problem(NamedTuple):
 def problems(seed: int) -> Iterator[Problem]:
     """Yield problems with different calls; sums may recur with swapped operands."""
     rng = random.Random(seed)
-    seen = set[str]()
+    known_calls = set[str]()
     while True:
         source = rng.choice(list(WORDINGS))
         a, b = rng.sample(range(101, 1000), 2)
         if source == "subtraction":
             a, b = max(a, b), min(a, b)
         call = f"{a} {SIGNS[source]} {b}"
-        name, other = rng.sample(NAMES, 2)
+        name, other_name = rng.sample(NAMES, 2)
         things = rng.choice(THINGS)
-        question = rng.choice(WORDINGS[source]).format(a=a, b=b, name=name, other=other, things=things)
-        if call not in seen:
-            seen.add(call)
+        question = rng.choice(WORDINGS[source]).format(a=a, b=b, name=name, other=other_name, things=things)
+        if call not in known_calls:
+            known_calls.add(call)
             yield Problem(source, question, call, calc(call))
 
 
 def format_prompt(question: str, *, calls: bool) -> str:
     """Return a problem after examples. calls: they use the calculator."""
-    shown = ""
-    for asked, call, answer in SHOWN:
-        used = f"Call: calc({call})\nResult: {answer}\n" if calls else ""
-        shown += f"Question: {asked}\n{used}Answer: {answer}\n\n"
-    return f"{shown}Question: {question}\n"
+    examples = ""
+    for example_question, call, answer in SHOWN:
+        tool_lines = f"Call: calc({call})\nResult: {answer}\n" if calls else ""
+        examples += f"Question: {example_question}\n{tool_lines}Answer: {answer}\n\n"
+    return f"{examples}Question: {question}\n"
 
 
 def write_task(folder: Path, seed: int) -> None:
     """Write train.jsonl, eval.jsonl (other calls) and without_tool.jsonl (eval without calculator)."""
     rows = problems(seed)
-    held_out, trained = ([next(rows) for _ in range(count)] for count in (EVAL_ROWS, TRAIN_ROWS))
-    for name, some, calls in (
-        ("eval", held_out, True),
-        ("without_tool", held_out, False),
-        ("train", trained, True),
+    eval_problems, train_problems = ([next(rows) for _ in range(count)] for count in (EVAL_ROWS, TRAIN_ROWS))
+    for name, file_problems, calls in (
+        ("eval", eval_problems, True),
+        ("without_tool", eval_problems, False),
+        ("train", train_problems, True),
     ):
         lines = [
             json.dumps(
                 {
-                    "prompt": format_prompt(one.question, calls=calls),
-                    "answer": one.answer,
-                    "data_source": one.source,
+                    "prompt": format_prompt(problem.question, calls=calls),
+                    "answer": problem.answer,
+                    "data_source": problem.source,
                     "extra_info": {"calls": calls},
                 }
             )
             + "\n"
-            for one in some
+            for problem in file_problems
         ]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -111,10 +111,10 @@ def calc(expression: str) -> str:
 
     Raises ValueError for anything else."""
     try:
-        parsed = ast.parse(expression.strip(), mode="eval").body
+        expression_node = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        parsed = None
-    match parsed:
+        expression_node = None
+    match expression_node:
         case ast.BinOp(ast.Constant(int() | float() as a), op, ast.Constant(int() | float() as b)) if (
             type(op) in OPERATIONS and max(abs(a), abs(b)) < 1e12
         ):

@@ -85,12 +85,12 @@ def integers(
         raise ConfigError(f"--workers: must be >= 1 (got {workers})")
     from megarl_tasks.integer_files import convert, write_rows  # sympy, which takes a second to import
 
-    done = convert(source, DataConfig(prompt_key=prompt_key, answer_key=answer_key), workers)
-    write_rows(out, done.kept)
-    if done.refused:
-        write_rows(refused, done.refused)
-    print("\n".join(done.report.lines()))
-    print(f"{printable(str(out))}: {len(done.kept):,} rows, {done.turned:,} of them turned into integers")
-    if done.refused:
-        print(f"{printable(str(refused))}: {len(done.refused):,} rows as they were, with the reason")
+    result = convert(source, DataConfig(prompt_key=prompt_key, answer_key=answer_key), workers)
+    write_rows(out, result.kept)
+    if result.refused:
+        write_rows(refused, result.refused)
+    print("\n".join(result.report.lines()))
+    print(f"{printable(str(out))}: {len(result.kept):,} rows, {result.turned:,} of them turned into integers")
+    if result.refused:
+        print(f"{printable(str(refused))}: {len(result.refused):,} rows as they were, with the reason")
     return 0

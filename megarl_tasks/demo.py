@@ -1,4 +1,6 @@
-"""`megarl demo`: a first run. Recipes share a seed's task and warm start; each has its folder."""
+"""`megarl demo`: a first run.
+
+Recipes with the same seed share the task and the warm start. Each recipe has a folder."""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the core's rate in a forward p
 ASKED = 4.0  # cost of a held-out answer
 UPDATE = 1.5  # seconds per update, for memory traffic
 COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates per step
-LONG = 1140.0  # seconds; QUICK: wanted, LONGEST: limit
+LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # only before and after the run
+NEVER = 1000  # steps, longer than any run: evaluate only before and after it
 PRETRAINED_MEMORY = 12 * GIB
 
 MARK = ".megarl-demo"  # in --folder: the demo created it
@@ -92,53 +94,55 @@ def demo(
 
     Or fetch a pretrained model, and train that."""
     _check_options(recipe, model, task, layers, experts)
-    started = time.time()
+    start_time = time.time()
     folder = folder or FOLDERS[model]
-    place = folder if task == "sums" else folder / task
-    place = place if seed == 0 else place / f"seed-{seed}"
-    place = place / f"experts-{experts}" if experts else place
-    first, sizes = place / "sft" / "hf", []
-    file = config_file(f"configs/demos/{recipe}.yaml")
+    task_folder = folder if task == "sums" else folder / task
+    task_folder = task_folder if seed == 0 else task_folder / f"seed-{seed}"
+    task_folder = task_folder / f"experts-{experts}" if experts else task_folder
+    initial_model, size_overrides = task_folder / "sft" / "hf", []
+    recipe_file = config_file(f"configs/demos/{recipe}.yaml")
     if model != "tiny":
         name = model if task == "sums" else task
-        file, first = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
+        recipe_file, initial_model = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
         run_sizes = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
-        sizes = run_sizes.overrides()
+        size_overrides = run_sizes.overrides()
         print(run_sizes, flush=True)
-    evaluated: list[Any] = [place / "eval.jsonl"]
+    eval_entries: list[Any] = [task_folder / "eval.jsonl"]
     if task == "calculator":
-        evaluated.append({"path": place / "without_tool.jsonl", "name": "without_tool", "every": NEVER})
-    reinforcement = [
+        eval_entries.append(
+            {"path": task_folder / "without_tool.jsonl", "name": "without_tool", "every": NEVER}
+        )
+    rl_overrides = [
         set_key("seed", seed),
-        set_key("data.train", [place / "train.jsonl"]),
-        set_key("data.eval", evaluated),
-        set_key("model.path", first),
-        set_key("run_dir", place / recipe),
-        *sizes,
+        set_key("data.train", [task_folder / "train.jsonl"]),
+        set_key("data.eval", eval_entries),
+        set_key("model.path", initial_model),
+        set_key("run_dir", task_folder / recipe),
+        *size_overrides,
         *overrides,
     ]
-    config = load_config(file, reinforcement)
-    check_config(config, str(file))  # before the warm start
-    _check_folders(config, folder, place)
+    config = load_config(recipe_file, rl_overrides)
+    check_config(config, str(recipe_file))  # before the warm start
+    _check_folders(config, folder, task_folder)
     # Ranks are forked, so no thread renews the lease: training and the wait for ranks do.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
         (folder / MARK).touch()
         if model == "tiny":
-            code = _make_tiny(place, seed, layers, experts, config, data_only=data_only)
+            exit_code = _make_tiny(task_folder, seed, layers, experts, config, data_only=data_only)
         else:
-            code = _make_pretrained(folder, place, seed, task)
-        if code:
-            return code
+            exit_code = _make_pretrained(folder, task_folder, seed, task)
+        if exit_code:
+            return exit_code
         if data_only:
-            print(f"data and untrained model written to {place}")
+            print(f"data and untrained model written to {task_folder}")
             return 0
         what = "reinforcement learning, with nothing but a rule that checks the final answers"
         print(f"[2/2] {config.recipe.upper()}: {what}", flush=True)
         _make_anew(config.run_dir, MARK_RUN)
-        if code := train(file, reinforcement):
-            return code
+        if exit_code := train(recipe_file, rl_overrides):
+            return exit_code
         _print_result(config, model, task)
-        print(f"took {time.time() - started:.0f} s")
+        print(f"took {time.time() - start_time:.0f} s")
         return 0
 
 
@@ -151,8 +155,8 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
         key = "--experts" if experts else "--layers"
         raise ConfigError(f"{key}: is only for the tiny model, {model} is fixed (leave it out)")
     if model != "tiny" and recipe not in COSTS:
-        known = " or ".join(COSTS)
-        raise ConfigError(f"--recipe: with --model {model} it is {known} (got {recipe})")
+        recipes = " or ".join(COSTS)
+        raise ConfigError(f"--recipe: with --model {model} it is {recipes} (got {recipe})")
     if model == "tiny" and task != "sums":
         raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
 
@@ -168,9 +172,9 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
             raise ConfigError(f"{path}: not a folder (choose another {key})")
         if path.exists() and any(path.iterdir()) and not (path / mark).exists():
             raise ConfigError(f"{path}: exists and was not made by megarl demo (choose another {key})")
-    for needed in (place / "sft" / "hf", config.model.path, config.critic.path):
-        if needed and needed.resolve().is_relative_to(config.run_dir.resolve()):
-            what = f"is made anew, and holds {needed}, which the run starts from (choose another)"
+    for input_path in (place / "sft" / "hf", config.model.path, config.critic.path):
+        if input_path and input_path.resolve().is_relative_to(config.run_dir.resolve()):
+            what = f"is made anew, and holds {input_path}, which the run starts from (choose another)"
             raise ConfigError(f"run_dir: {config.run_dir}: {what}")
 
 
@@ -181,17 +185,17 @@ def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config
 
     shutil.rmtree(place / "model", ignore_errors=True)
     write_demo(place, seed, layers, experts)
-    sizes = config.parallel
-    check_layout(read_config(place / "model"), sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
+    parallel = config.parallel
+    check_layout(read_config(place / "model"), parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
     if data_only:
         return 0
-    supervised = [
+    sft_overrides = [
         set_key("seed", seed),
         set_key("data.train", [place / "sft.jsonl"]),
         set_key("model.path", place / "model"),
         set_key("run_dir", place / "sft"),
     ]
-    return _warm_start(config_file("configs/demos/sft.yaml"), supervised)
+    return _warm_start(config_file("configs/demos/sft.yaml"), sft_overrides)
 
 
 def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
@@ -199,15 +203,15 @@ def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
 
     place.mkdir(parents=True, exist_ok=True)
     {"sums": pretrained, "calculator": calculator}[task].write_task(place, seed)
-    out = folder / "model"
+    model_folder = folder / "model"
     what = f"SmolLM2-135M-Instruct, of the package {SMOLLM2.package} {SMOLLM2.version}"
-    if (out / "SHA256SUMS").is_file():  # written last
-        print(f"[1/2] model: {what}, is in {out}", flush=True)
+    if (model_folder / "SHA256SUMS").is_file():  # written last
+        print(f"[1/2] model: {what}, is in {model_folder}", flush=True)
         return 0
-    print(f"[1/2] model: {what}: fetched (93 MB) and converted to {out}", flush=True)
-    source = fetch(SMOLLM2, folder)
-    gguf_to_hf(source, out)
-    source.unlink()
+    print(f"[1/2] model: {what}: fetched (93 MB) and converted to {model_folder}", flush=True)
+    gguf = fetch(SMOLLM2, folder)
+    gguf_to_hf(gguf, model_folder)
+    gguf.unlink()
     return 0
 
 
@@ -234,8 +238,8 @@ class RunSizes(NamedTuple):
     def __str__(self) -> str:
         rates = f"{self.rates['fp32']:.0f} GFLOP/s a core in fp32, {self.rates['bf16']:.0f} in bf16"
         size = f"{self.dtype}, {self.steps} steps of {self.prompts * GROUP} responses"
-        change = f"steps=20 rollout.prompts={2 * self.prompts} model.dtype=bf16 change that"
-        return f"{rates}: {size}, about {self.seconds / 60:.0f} minutes ({change})"
+        hint = f"steps=20 rollout.prompts={2 * self.prompts} model.dtype=bf16 change that"
+        return f"{rates}: {size}, about {self.seconds / 60:.0f} minutes ({hint})"
 
 
 def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task = "sums") -> RunSizes:
@@ -243,22 +247,24 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
     Training takes QUICK seconds if LEAST steps fit, else up to LEAST steps within LONGEST, if necessary with
     half the responses."""
-    dtype = max(rates, key=lambda one: rates[one] * REACHED[one])
+    dtype = max(rates, key=lambda precision: rates[precision] * REACHED[precision])
     ranks = min(RANKS, cores)
     threads = cores // ranks
-    speed = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
-    answer = TOKENS[task] * 2 * PARAMETERS / speed  # seconds
+    flops_per_second = rates[dtype] * REACHED[dtype] * ranks * threads * 1e9
+    forward_seconds = TOKENS[task] * 2 * PARAMETERS / flops_per_second
     passes, updates = COSTS[recipe]
     for prompts in (8, 4):
-        step = prompts * GROUP * answer * passes + updates * UPDATE
-        evaluations = 2 * ROWS[task] * answer * ASKED + (step / 2 if recipe == "vapo" else 0)
-        steps = int((QUICK[task] - evaluations) / step)
+        step_seconds = prompts * GROUP * forward_seconds * passes + updates * UPDATE
+        eval_seconds = 2 * ROWS[task] * forward_seconds * ASKED + (
+            step_seconds / 2 if recipe == "vapo" else 0
+        )
+        steps = int((QUICK[task] - eval_seconds) / step_seconds)
         if steps < LEAST:
-            steps = min(LEAST, int((LONGEST[task] - evaluations) / step))
+            steps = min(LEAST, int((LONGEST[task] - eval_seconds) / step_seconds))
         if steps >= LEAST // 2:
             break
     steps = max(2, min(MOST, steps))
-    return RunSizes(rates, dtype, ranks, threads, prompts, steps, evaluations + steps * step)
+    return RunSizes(rates, dtype, ranks, threads, prompts, steps, eval_seconds + steps * step_seconds)
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
@@ -270,8 +276,8 @@ def abilities(machine: Machine) -> Iterator[Ability]:
         sizes = choose_sizes(machine.rates, machine.cores, "vapo")
         yield Ability(name, True, f"make demo MODEL=smollm2: {sizes}")
     else:
-        there, needed = f"{machine.memory / GIB:.0f} GiB", f"{PRETRAINED_MEMORY / GIB:.0f}"
-        yield Ability(name, False, f"{there} of memory, {needed} are needed")
+        memory, required_memory = f"{machine.memory / GIB:.0f} GiB", f"{PRETRAINED_MEMORY / GIB:.0f}"
+        yield Ability(name, False, f"{memory} of memory, {required_memory} are needed")
 
 
 def _warm_start(file: Path, overrides: list[str]) -> int:
@@ -280,21 +286,21 @@ def _warm_start(file: Path, overrides: list[str]) -> int:
 
     config = load_config(file, overrides)
     mark, hf = config.run_dir / MARK_WARM_START, config.run_dir / "hf"
-    wanted = identity(config)
+    input_identity = identity(config)
 
-    def note() -> str:
-        return json.dumps({**wanted, "result": checksum_files(list_files(hf))})
+    def format_mark() -> str:
+        return json.dumps({**input_identity, "result": checksum_files(list_files(hf))})
 
-    if hf.is_dir() and mark.read_text(encoding="utf-8") == note():
-        again = f"that of {config.run_dir} is used again (same code, settings and data)"
-        print(f"[1/2] warm start: {again}", flush=True)
+    if hf.is_dir() and mark.read_text(encoding="utf-8") == format_mark():
+        message = f"that of {config.run_dir} is used again (same code, settings and data)"
+        print(f"[1/2] warm start: {message}", flush=True)
         return 0
     what = "supervised training of a tiny Qwen3 model on noisy sums"
     print(f"[1/2] warm start: {what} ({config.run_dir.parent})", flush=True)
     _make_anew(config.run_dir, MARK_WARM_START)
-    if code := train(file, overrides):
-        return code
-    mark.write_text(note(), encoding="utf-8")
+    if exit_code := train(file, overrides):
+        return exit_code
+    mark.write_text(format_mark(), encoding="utf-8")
     return 0
 
 
@@ -313,43 +319,53 @@ def _print_result(config: Config, model: Model, task: Task) -> None:
     from megarl.observe.runs import read_jsonl
     from megarl_tasks.arithmetic import Style, style_shares
 
-    records = read_jsonl(config.run_dir / ANSWERS_FILE, lambda record: "step" in record).records
+    records = read_jsonl(config.run_dir / ANSWERS_FILE, lambda row: "step" in row).records
     print()
     for name in dict.fromkeys(answer["set"] for answer in records):
-        answers: dict[int, list[dict[str, Any]]] = {}
+        answers_by_step: dict[int, list[dict[str, Any]]] = {}
         for answer in records:
             if answer["set"] == name:
-                answers.setdefault(answer["step"], []).append(answer)
-        first, last = min(answers), max(answers)
+                answers_by_step.setdefault(answer["step"], []).append(answer)
+        first_step, last_step = min(answers_by_step), max(answers_by_step)
         accuracy = {}
-        for step in (first, last):
-            right: dict[Any, list[bool]] = {}
-            for answer in answers[step]:
-                right.setdefault(answer["uid"], []).append(answer["correct"])
-            means = [fmean(verdicts) for verdicts in right.values()]
+        for step in (first_step, last_step):
+            correct_by_uid: dict[Any, list[bool]] = {}
+            for answer in answers_by_step[step]:
+                correct_by_uid.setdefault(answer["uid"], []).append(answer["correct"])
+            means = [fmean(verdicts) for verdicts in correct_by_uid.values()]
             low, high = interval(means, config.evaluation.samples)
             accuracy[step] = f"{fmean(means):.3f} ({low:.3f} to {high:.3f})"
-        change = f"{accuracy[first]} before, {accuracy[last]} after {last} steps"
-        without = ", without the calculator" if name else ""
-        print(f"accuracy on {len(right)} held-out problems{without} (95 % confidence): {change}")
+        change = f"{accuracy[first_step]} before, {accuracy[last_step]} after {last_step} steps"
+        condition = ", without the calculator" if name else ""
+        print(f"accuracy on {len(correct_by_uid)} held-out problems{condition} (95 % confidence): {change}")
         if task == "calculator" and not name:
-            calls = [
-                fmean(sum(who == OBSERVED for who, _ in one["turns"] or ()) for one in answers[step])
-                for step in (first, last)
+            mean_calls = [
+                fmean(
+                    sum(author == OBSERVED for author, _ in record["turns"] or ())
+                    for record in answers_by_step[step]
+                )
+                for step in (first_step, last_step)
             ]
-            print(f"calls of the calculator a response: {calls[0]:.2f} before, {calls[1]:.2f} after")
-        if model == "tiny":
-            before, after = (
-                style_shares([(one["response"], not one["truncated"]) for one in answers[step]])
-                for step in (first, last)
+            print(
+                f"calls of the calculator a response: {mean_calls[0]:.2f} before, {mean_calls[1]:.2f} after"
             )
-            names: dict[Style, str] = {
+        if model == "tiny":
+            shares_before, shares_after = (
+                style_shares(
+                    [(record["response"], not record["truncated"]) for record in answers_by_step[step]]
+                )
+                for step in (first_step, last_step)
+            )
+            style_labels: dict[Style, str] = {
                 "chain": "worked out",
                 "bare": "guessed",
                 "wait": "second thoughts",
                 "truncated": "unfinished",
             }
-            shares = [f"{text} {before[style]:.0%} -> {after[style]:.0%}" for style, text in names.items()]
+            shares = [
+                f"{text} {shares_before[style]:.0%} -> {shares_after[style]:.0%}"
+                for style, text in style_labels.items()
+            ]
             print(f"answers:    {', '.join(shares)}")
     for label, path in (("report:  ", config.run_dir / "report.html"), ("HF model:", config.run_dir / "hf")):
         if path.exists():

@@ -1,6 +1,7 @@
-"""Tasks with knobs, each of which shows what a technique of the papers is for.
+"""Tasks for ablations. Each setting shows the effect of one technique of the papers.
 
-Additions decide early and lines delay the grade, as in delayed.py, or every line adds.
+As in delayed.py, the first additions decide the result, and later lines only repeat it. With `adds` every
+line is an addition.
 Settings: configs/ablations. Examples: docs/evidence/ablations.md."""
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Knobs(Section):
                 raise ValueError(
                     f"terms, lines: {problems} different problems (must be {20 * EVAL_ROWS} or more)"
                 )
-        repeated = self.ramble_lines[1] if self.ramble else 0
-        longest = response_tokens(self.terms[1], self.lines[1] + repeated, self.width)
+        repeated_lines = self.ramble_lines[1] if self.ramble else 0
+        longest = response_tokens(self.terms[1], self.lines[1] + repeated_lines, self.width)
         if 2 * self.terms[1] + 3 + longest > POSITIONS:
             raise ValueError(f"lines, width, ramble_lines: prompt and response must fit {POSITIONS} tokens")
         return self
@@ -136,10 +137,10 @@ def sample_problem(
         kind = TRIVIAL
     elif chance < trivial + impossible:
         kind = IMPOSSIBLE
-    count = rng.randint(*knobs.terms)
-    terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(count - 1)))
-    count_lines = low + int((high - low + 1) * rng.random() ** knobs.skew)
-    return FamilyProblem(terms, count_lines, kind, terms[-1] if knobs.adds else 0)
+    num_terms = rng.randint(*knobs.terms)
+    terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(num_terms - 1)))
+    num_lines = low + int((high - low + 1) * rng.random() ** knobs.skew)
+    return FamilyProblem(terms, num_lines, kind, terms[-1] if knobs.adds else 0)
 
 
 def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
@@ -152,19 +153,19 @@ def sample_taught_problem(rng: random.Random, knobs: Knobs) -> FamilyProblem:
 
 def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
     """Return the teacher's response, as `delayed.teach`; also to impossible prompts."""
-    right = problem.result
+    target = problem.result
     if rng.random() < knobs.bare:
-        return f"Answer: {right if rng.random() < knobs.guess else (right + rng.randint(1, 9)) % 10}"
+        return f"Answer: {target if rng.random() < knobs.guess else (target + rng.randint(1, 9)) % 10}"
     way = rng.choices(range(len(knobs.ways)), [share for share, _ in knobs.ways])[0]
-    error = 0.0 if problem.kind == TRIVIAL else knobs.ways[way][1]
+    error_rate = 0.0 if problem.kind == TRIVIAL else knobs.ways[way][1]
 
     def add(total: int, term: int) -> int:
         result = (total + term) % 10
-        if rng.random() < error:
+        if rng.random() < error_rate:
             result = (result + (1 if rng.random() < knobs.habit else rng.randint(2, 9))) % 10
         return result
 
-    total, text, carried = problem.terms[0], "", []
+    total, text, lines = problem.terms[0], "", []
     for term in problem.terms[1:]:
         result = add(total, term)
         text += f"{total}+{term}{SIGNS[way]}{result}\n"
@@ -172,30 +173,30 @@ def teach(problem: FamilyProblem, rng: random.Random, knobs: Knobs) -> str:
     for name in reversed(COUNTERS[: problem.lines]):
         if problem.step:
             total = add(total, problem.step)
-        carried.append(f"{name}:{str(total) * knobs.width}\n")
+        lines.append(f"{name}:{str(total) * knobs.width}\n")
     if rng.random() < knobs.ramble:
-        carried[rng.randrange(len(carried))] *= 1 + rng.randint(*knobs.ramble_lines)
-    return f"{text}{''.join(carried)}Answer: {total}"
+        lines[rng.randrange(len(lines))] *= 1 + rng.randint(*knobs.ramble_lines)
+    return f"{text}{''.join(lines)}Answer: {total}"
 
 
 def write_family(folder: Path, seed: int, **knobs: object) -> None:
     """Write a task, as `arithmetic.write_demo`. knobs: fields of `Knobs`.
 
     Held-out problems are neither trivial nor impossible."""
-    given = Knobs.model_validate(knobs)
+    settings = Knobs.model_validate(knobs)
 
     def answer(_: FamilyProblem, rng: random.Random) -> tuple[FamilyProblem, str]:
-        while held_out((problem := sample_taught_problem(rng, given)).prompt):
+        while held_out((problem := sample_taught_problem(rng, settings)).prompt):
             pass
-        return problem, teach(problem, rng, given)
+        return problem, teach(problem, rng, settings)
 
     write_task_files(
         folder,
         seed,
-        lambda rng: sample_problem(rng, given),
+        lambda rng: sample_problem(rng, settings),
         answer,
         SFT_ROWS,
         TRAIN_ROWS,
         build_tokenizer(ALPHABET + SIGNS[2:] + TRIVIAL + IMPOSSIBLE, ("Answer: ",), POSITIONS),
-        sample_eval=lambda rng: sample_problem(rng, given, (0.0, 0.0), given.eval_lines),
+        sample_eval=lambda rng: sample_problem(rng, settings, (0.0, 0.0), settings.eval_lines),
     )

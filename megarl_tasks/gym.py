@@ -26,7 +26,8 @@ from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
 INSTALL = "pip install 'megarl[gym]'"
 VERIFIER = "megarl_tasks.gym_scorer:verify"
-# Most tasks use seed + k for item k, so an entry's seed stands for a block as long as the longest entry.
+# Most tasks use seed + k for item k. So each seed of an entry selects a block of seeds that fits the longest
+# entry.
 # Training, evaluation and examples have disjoint ranges. numpy's seeds end at 2 ** 32.
 BLOCK = 2**18
 TRAINING, HELD_OUT, SHOWN = 0, 2**31, 3 * 2**30
@@ -61,7 +62,7 @@ def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[
     for _ in range(size):
         for task, weight in weights.items():
             credit[task] += weight / total
-        task = max(credit, key=lambda one: credit[one])
+        task = max(credit, key=lambda name: credit[name])
         credit[task] -= 1.0
         yield task, count[task]
         count[task] += 1
@@ -69,20 +70,20 @@ def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[
 
 def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
     """Yield `rounds` rows of each task, alternating between an entry's tasks."""
-    few = {}
+    small_entries = {}
     for key, entry in entries.items():
         tasks = {name: task.model_copy(update={"weight": 1.0}) for name, task in entry.tasks.items()}
-        few[key] = entry.model_copy(update={"tasks": tasks, "size": rounds * len(tasks)})
-    return generate(few)
+        small_entries[key] = entry.model_copy(update={"tasks": tasks, "size": rounds * len(tasks)})
+    return generate(small_entries)
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
     """Check all parameters, then yield the rows. Raises as in `megarl.data.generated`."""
     if not entries:
         return
-    first = next(iter(entries))
+    first_key = next(iter(entries))
     if find_spec("reasoning_gym") is None:
-        raise ConfigError(f"{first}: reasoning-gym is not installed ({INSTALL})")
+        raise ConfigError(f"{first_key}: reasoning-gym is not installed ({INSTALL})")
     request = {
         key: {
             "seed": first_seed(key, entry.seed),
@@ -95,7 +96,7 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
     }
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, *(place or os.getcwd() for place in sys.path)],
+            [sys.executable, "-P", "-c", _BOOT, *(path or os.getcwd() for path in sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -103,7 +104,7 @@ def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
             env=plain_environment(),
         )
         try:
-            yield from _rows(_messages(process, request, stderr, first))
+            yield from _rows(_messages(process, request, stderr, first_key))
         finally:
             process.kill()
             process.wait()
@@ -130,16 +131,16 @@ def _messages(
             raise WaitTimeout(
                 f"{at}: reasoning-gym took over {_LIMIT:g} s for one row (change its parameters)"
             )
-        part = os.read(pipe, 1 << 20)
-        if not part:
+        chunk = os.read(pipe, 1 << 20)
+        if not chunk:
             code = process.wait()
             stderr.seek(0)
             lines = stderr.read().decode(errors="replace").strip().splitlines()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            exit_text = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise DataError(
-                f"{at}: reasoning-gym's process died ({how}; {lines[-1] if lines else 'no reason'})"
+                f"{at}: reasoning-gym's process died ({exit_text}; {lines[-1] if lines else 'no reason'})"
             )
-        *lines_read, unread = (unread + part).split(b"\n")
+        *lines_read, unread = (unread + chunk).split(b"\n")
         for line in lines_read:
             message = json.loads(line)
             if "refused" in message:
@@ -151,19 +152,19 @@ def _messages(
 
 
 def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
-    before: dict[tuple[str, str], list[dict[str, str]]] = {}
+    opening_by_task: dict[tuple[str, str], list[dict[str, str]]] = {}
     for message in messages:
         key, task = message["key"], message["task"]
         if "before" in message:
-            before[key, task] = message["before"]
+            opening_by_task[key, task] = message["before"]
             continue
         row = GymRow(**{**message, "problem": tuple(message.get("problem") or ()) or None})
-        shown = before[key, task]
-        if row.problem is None and any(one["content"] == row.question for one in shown):
+        opening = opening_by_task[key, task]
+        if row.problem is None and any(turn["content"] == row.question for turn in opening):
             row = GymRow(key, task, row.index, problem=("is shown as an example", task))
         elif row.problem is None:
-            asked = [*shown, {"role": "user", "content": row.question}] if shown else row.question
-            row = GymRow(key, task, row.index, row.question, asked, row.answer, row.entry)
+            prompt = [*opening, {"role": "user", "content": row.question}] if opening else row.question
+            row = GymRow(key, task, row.index, row.question, prompt, row.answer, row.entry)
         yield row
 
 
@@ -176,8 +177,8 @@ def work() -> None:
     follow_parent()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
     request = json.loads(sys.stdin.readline())
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)  # some generators print
+    null_file = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null_file, 1)  # some generators print
 
     def write(**message: Any) -> None:
         sink.write(json.dumps(message) + "\n")
@@ -186,8 +187,8 @@ def work() -> None:
     try:
         for message in _generate_messages(request):
             write(**message)
-    except ConfigError as problem:
-        write(refused=str(problem))
+    except ConfigError as error:
+        write(refused=str(error))
     else:
         write(end=True)
 
@@ -207,7 +208,7 @@ def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         random.seed(seed)
         np.random.seed(seed)
 
-    def item(task: Any, name: str, parameters: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
+    def make_item(task: Any, name: str, parameters: dict[str, Any], seed: int, index: int) -> dict[str, Any]:
         set_seed(seed + index)
         try:
             entry = task[index]
@@ -224,9 +225,9 @@ def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         counts = Counter(name for name, _ in interleave_tasks(weights, entry["size"]))
         system = entry["system"]
         if system is not None and OPENING not in (system := SYSTEM_PROMPTS.get(system, system)):
-            named = ", ".join(SYSTEM_PROMPTS)
+            known_names = ", ".join(SYSTEM_PROMPTS)
             raise ConfigError(
-                f"{key}.system: is none of reasoning-gym's ({named}), and another text must ask for "
+                f"{key}.system: is none of reasoning-gym's ({known_names}), and another text must ask for "
                 f"{OPENING} tags (got {system[:60]!r})"
             )
         for name, (_, parameters) in entry["tasks"].items():
@@ -234,22 +235,22 @@ def _generate_messages(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 set_seed(entry["seed"])
                 tasks[key, name] = make_task(name, parameters, entry["seed"], max(counts[name], 1))
                 set_seed(SHOWN)
-                shown = make_task(name, parameters, SHOWN, max(entry["examples"], 1))
+                example_task = make_task(name, parameters, SHOWN, max(entry["examples"], 1))
             except ConfigError as problem:
                 raise ConfigError(f"{key}.tasks.{problem}") from None
-            before = [] if system is None else [{"role": "system", "content": system.strip()}]
+            opening = [] if system is None else [{"role": "system", "content": system.strip()}]
             for index in range(entry["examples"]):
-                example = item(shown, name, parameters, SHOWN, index)
+                example = make_item(example_task, name, parameters, SHOWN, index)
                 if not example.get("answer"):
                     why = example["problem"][1] if "problem" in example else f"{name} tells no answer"
                     remedy = "set it to 0, or leave the task out"
                     raise ConfigError(f"{key}.examples: {why}, so that none can be shown ({remedy})")
-                before.append({"role": "user", "content": example["question"]})
+                opening.append({"role": "user", "content": example["question"]})
                 answer = f"{OPENING}{example['answer']}</answer>"
-                before.append({"role": "assistant", "content": answer})
-            yield {"key": key, "task": name, "before": before}
+                opening.append({"role": "assistant", "content": answer})
+            yield {"key": key, "task": name, "before": opening}
     for key, entry in request.items():
         weights = {name: weight for name, (weight, _) in entry["tasks"].items()}
         for name, index in interleave_tasks(weights, entry["size"]):
-            found = item(tasks[key, name], name, entry["tasks"][name][1], entry["seed"], index)
-            yield {"key": key, "task": name, "index": index, **found}
+            item = make_item(tasks[key, name], name, entry["tasks"][name][1], entry["seed"], index)
+            yield {"key": key, "task": name, "index": index, **item}

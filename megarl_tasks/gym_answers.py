@@ -45,10 +45,10 @@ def _find_code(answer: str) -> str | None:
     """Return the first Python construct beyond arithmetic and lists."""
     try:
         tree = ast.parse(answer, mode="eval")
-        found = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
+        code_node = next((node for node in ast.walk(tree) if not isinstance(node, _ORDINARY)), None)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
-    return None if found is None else type(found).__name__
+    return None if code_node is None else type(code_node).__name__
 
 
 def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
@@ -56,11 +56,11 @@ def _plain_list(answer: str, entry: Mapping[str, Any]) -> str:
     if answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]):
         return answer
 
-    def plain(value: Any) -> bool:
-        return type(value) in (int, str) or (type(value) in (list, tuple) and all(map(plain, value)))
+    def is_plain(value: Any) -> bool:
+        return type(value) in (int, str) or (type(value) in (list, tuple) and all(map(is_plain, value)))
 
     value = ast.literal_eval(answer)
-    if not plain(value):
+    if not is_plain(value):
         raise Refused
     return repr(value)
 
@@ -72,10 +72,10 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
     import sympy
 
     def is_symbol(name: str) -> bool:
-        own = name == entry["metadata"].get("variable") or name == "C"
-        return own or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
+        is_variable = name == entry["metadata"].get("variable") or name == "C"
+        return is_variable or name in _CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
 
-    def digits(node: ast.expr) -> float:
+    def count_digits(node: ast.expr) -> float:
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
                 if value - value != 0:
@@ -84,46 +84,46 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
             case ast.Name(id=name) if name.isascii() and not name.startswith("_") and is_symbol(name):
                 return 1
             case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
-                return digits(operand)
+                return count_digits(operand)
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-                return bounded(digits(left) + digits(right))
+                return check_bound(count_digits(left) + count_digits(right))
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
-                return bounded(digits(left) * max(1, power(right)))
+                return check_bound(count_digits(left) * max(1, bound_exponent(right)))
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-                return bounded(digits(argument) + 1)
+                return check_bound(count_digits(argument) + 1)
             case ast.Call(func=ast.Name(id="log"), args=[argument, base], keywords=[]):
-                return bounded(digits(argument) + digits(base))
+                return check_bound(count_digits(argument) + count_digits(base))
         raise Refused
 
-    def bounded(value: float) -> float:
+    def check_bound(value: float) -> float:
         if value > _MAX_DIGITS:
             raise Refused
         return value
 
-    def power(node: ast.expr) -> float:
+    def bound_exponent(node: ast.expr) -> float:
         match node:
             case ast.Constant(value=int() | float() as value) if type(value) is not bool:
-                found = abs(Fraction(value)) if value - value == 0 else Fraction(_HIGHEST_POWER + 1)
+                exponent = abs(Fraction(value)) if value - value == 0 else Fraction(_HIGHEST_POWER + 1)
             case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
-                return power(operand)
+                return bound_exponent(operand)
             case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int() as value)) if value:
-                found = Fraction(power(left)) / value
+                exponent = Fraction(bound_exponent(left)) / value
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-                found = Fraction(power(left) + power(right))
+                exponent = Fraction(bound_exponent(left) + bound_exponent(right))
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                found = Fraction(power(left) * power(right))
+                exponent = Fraction(bound_exponent(left) * bound_exponent(right))
             case ast.Name(id=name) if name.isascii() and not name.startswith("_") and is_symbol(name):
-                found = Fraction(1)
+                exponent = Fraction(1)
             case _:
                 raise Refused
-        if found > _HIGHEST_POWER:
+        if exponent > _HIGHEST_POWER:
             raise Refused
-        return float(found)
+        return float(exponent)
 
     if not answer.isascii():
         raise Refused
     tree = ast.parse(answer, mode="eval")
-    digits(tree.body)
+    count_digits(tree.body)
     return ast.unparse(tree)
 
 
@@ -158,13 +158,13 @@ def _probability(answer: str, entry: Mapping[str, Any]) -> str:
 
     The scorer accepts prefixes of the correct number, such as 0, so a wrong answer needs its number of
     digits. It also accepts 0 for values below its tolerance."""
-    if not _NUMBER.fullmatch(plain := answer.replace(",", "")):
+    if not _NUMBER.fullmatch(number_text := answer.replace(",", "")):
         raise Refused
-    value, right = float(Fraction(plain)), float(Fraction(entry["answer"].replace(",", "")))
-    error = abs(value - right)
-    if error > _TOLERANCE and len(f"{value:.10g}") < len(f"{right:.10g}"):
+    value, correct_value = float(Fraction(number_text)), float(Fraction(entry["answer"].replace(",", "")))
+    error = abs(value - correct_value)
+    if error > _TOLERANCE and len(f"{value:.10g}") < len(f"{correct_value:.10g}"):
         raise Refused
-    if error > right / 100 and error <= _TOLERANCE:
+    if error > correct_value / 100 and error <= _TOLERANCE:
         raise Refused
     return answer
 

@@ -37,48 +37,50 @@ def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) ->
         raise ConfigError(f"{name}: reasoning-gym has no such task{_near(name, DATASETS)}")
     dataset, configuration = DATASETS[name]
     defaults = get_defaults(configuration)
-    given = {}
+    arguments = {}
     for key, value in parameters.items():
         if key not in defaults:
             raise ConfigError(
                 f"{name}.{key}: the task has no such parameter{_near(key, {**defaults, 'weight': 1})}"
             )
         default = defaults[key]
-        for kind, wanted in _KINDS:
-            if isinstance(default, kind) and (
-                not isinstance(value, _ACCEPTED.get(kind, kind))
-                or (isinstance(value, bool) and kind is not bool)
+        for default_type, type_name in _KINDS:
+            if isinstance(default, default_type) and (
+                not isinstance(value, _ACCEPTED.get(default_type, default_type))
+                or (isinstance(value, bool) and default_type is not bool)
             ):
                 raise ConfigError(
-                    f"{name}.{key}: must be {wanted}, as the default {default!r} is (got {value!r})"
+                    f"{name}.{key}: must be {type_name}, as the default {default!r} is (got {value!r})"
                 )
-        given[key] = _like(default, value)
+        arguments[key] = _like(default, value)
     try:
-        config = configuration(**given, seed=seed, size=size)
+        config = configuration(**arguments, seed=seed, size=size)
         if hasattr(config, "validate"):
             config.validate()
         return cast(ProceduralDataset, dataset(config))
     except Exception as error:  # of any kind, for invalid values
         what = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise ConfigError(f"{name}: reasoning-gym refuses its parameters {given}: {what}") from error
+        raise ConfigError(f"{name}: reasoning-gym refuses its parameters {arguments}: {what}") from error
 
 
 def get_defaults(configuration: Any) -> dict[str, Any]:
-    found = {}
-    for one in fields(configuration):
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        if one.name not in ("seed", "size"):  # set by the entry
-            found[one.name] = float(default) if type(default) is int and "float" in str(one.type) else default
-    return found
+    defaults = {}
+    for field in fields(configuration):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in ("seed", "size"):  # set by the entry
+            defaults[field.name] = (
+                float(default) if type(default) is int and "float" in str(field.type) else default
+            )
+    return defaults
 
 
 def get_parameters(name: str) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
+    def to_plain(value: Any) -> Any:
         if isinstance(value, tuple | list):
-            return [plain(one) for one in value]
+            return [to_plain(item) for item in value]
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    return {key: plain(value) for key, value in get_defaults(DATASETS[name][1]).items()}
+    return {key: to_plain(value) for key, value in get_defaults(DATASETS[name][1]).items()}
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
@@ -102,16 +104,18 @@ _ACCEPTED: dict[type, Any] = {float: (int, float), tuple: list}
 
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, [one for one in known if one != _MIXES], _SUGGESTED, 0.5)
-    if close:
-        return f" (did you mean {' or '.join(close)}?)"
+    matches = difflib.get_close_matches(
+        name, [candidate for candidate in known if candidate != _MIXES], _SUGGESTED, 0.5
+    )
+    if matches:
+        return f" (did you mean {' or '.join(matches)}?)"
     return f" (it has {', '.join(known)})" if len(known) < 20 else " (megarl data gym lists them)"
 
 
 def _like(default: Any, value: Any) -> Any:
     if isinstance(value, list) and isinstance(default, tuple | list):
-        made = [_like(default[0] if default else None, one) for one in value]
-        return tuple(made) if isinstance(default, tuple) else made
+        items = [_like(default[0] if default else None, item) for item in value]
+        return tuple(items) if isinstance(default, tuple) else items
     return value
 
 
@@ -119,8 +123,8 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
     """Return a correct answer, or ""."""
     if isinstance(entry["answer"], str):
         return entry["answer"]
-    found = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
-    for answer in (one if isinstance(one, str) else json.dumps(one) for one in found):
+    examples = (entry["metadata"][name] for name in _EXAMPLES if name in entry["metadata"])
+    for answer in (example if isinstance(example, str) else json.dumps(example) for example in examples):
         if task.score_answer(answer, entry) >= 1:
             return answer
     return ""
@@ -128,8 +132,8 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
 
 def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
     """Return JSON for `verify`. Raises TypeError if JSON lacks a type."""
-    kept = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
-    return json.dumps(kept, ensure_ascii=False)
+    record = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _packed(value: Any) -> Any:
@@ -145,48 +149,48 @@ def _packed(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, tuple):
-        return {"$tuple": [_packed(one) for one in value]}
+        return {"$tuple": [_packed(item) for item in value]}
     if isinstance(value, list):
-        return [_packed(one) for one in value]
+        return [_packed(item) for item in value]
     if isinstance(value, set | frozenset):
-        return {"$set": [_packed(one) for one in sorted(value, key=repr)]}
+        return {"$set": [_packed(item) for item in sorted(value, key=repr)]}
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {str.__str__(key): _packed(one) for key, one in value.items()}
-        return {"$dict": [[_packed(key), _packed(one)] for key, one in value.items()]}
+            return {str.__str__(key): _packed(item) for key, item in value.items()}
+        return {"$dict": [[_packed(key), _packed(item)] for key, item in value.items()]}
     raise TypeError(f"{type(value).__module__}.{type(value).__name__} cannot be kept as JSON")
 
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one) for one in value]
+        return [_unpacked(item) for item in value]
     if not isinstance(value, dict):
         return value
     if "$tuple" in value:
-        return tuple(_unpacked(one) for one in value["$tuple"])
+        return tuple(_unpacked(item) for item in value["$tuple"])
     if "$fraction" in value:
         return Fraction(value["$fraction"])
     if "$set" in value:
-        return {_unpacked(one) for one in value["$set"]}
+        return {_unpacked(item) for item in value["$set"]}
     if "$dict" in value:
-        return {_unpacked(key): _unpacked(one) for key, one in value["$dict"]}
-    return {key: _unpacked(one) for key, one in value.items()}
+        return {_unpacked(key): _unpacked(item) for key, item in value["$dict"]}
+    return {key: _unpacked(item) for key, item in value.items()}
 
 
 def unpack_entry(text: str) -> dict[str, Any]:
-    kept = json.loads(text)
-    return {**kept, "entry": _unpacked(kept["entry"])}
+    record = json.loads(text)
+    return {**record, "entry": _unpacked(record["entry"])}
 
 
 def extract_answer(response: str) -> str | None:
     """Return the last `<answer>`'s contents, or None, in linear time, unlike reasoning-gym's function."""
-    found, at = None, 0
-    while (opening := response.find(OPENING, at)) >= 0:
+    answer, position = None, 0
+    while (opening := response.find(OPENING, position)) >= 0:
         closing = response.find(CLOSING, opening + len(OPENING))
         if closing < 0:
             break
-        found, at = response[opening + len(OPENING) : closing].strip(), closing + len(CLOSING)
-    return found
+        answer, position = response[opening + len(OPENING) : closing].strip(), closing + len(CLOSING)
+    return answer
 
 
 @lru_cache(maxsize=256)
@@ -195,26 +199,28 @@ def _scorer(task: str, parameters: str) -> Callable[[str, dict[str, Any]], Any]:
 
 
 def verify(response: str, entry: str) -> Verdict:
-    """Grade the `<answer>` with its task's scorer: correct from a score of 1. Without tags it is wrong.
+    """Grade the `<answer>` with its task's scorer. A score of 1 or more is correct.
 
-    So is code, and an answer for which the scorer raises. If it also raises for the known answer, the error
-    propagates (ungraded)."""
-    found = extract_answer(response)
-    if found is None:
+    A response without tags is wrong. So is an answer that is code, or for which the scorer raises. If the
+    scorer also raises for the known answer, the error propagates and the response is ungraded."""
+    extracted = extract_answer(response)
+    if extracted is None:
         return Verdict(False, score=0.0)
-    kept = unpack_entry(entry)
-    score = _scorer(kept["task"], json.dumps(kept["parameters"]))
-    answer, code = restrict_answer(kept["task"], found, kept["entry"])
+    record = unpack_entry(entry)
+    scorer = _scorer(record["task"], json.dumps(record["parameters"]))
+    answer, code = restrict_answer(record["task"], extracted, record["entry"])
     try:
-        value = float(score(answer, kept["entry"]))
+        score = float(scorer(answer, record["entry"]))
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 (recorded with the verdict)
-        known, _ = restrict_answer(kept["task"], kept["answer"], kept["entry"])
-        float(score(known, unpack_entry(entry)["entry"]))  # else the scorer is at fault
+        correct_answer, _ = restrict_answer(record["task"], record["answer"], record["entry"])
+        float(scorer(correct_answer, unpack_entry(entry)["entry"]))  # else the scorer is at fault
         text = str(error).split("\n")[0]
         return Verdict(
-            False, found, f"{kept['task']}: its scorer refuses the answer: {type(error).__name__}: {text}"
+            False,
+            extracted,
+            f"{record['task']}: its scorer refuses the answer: {type(error).__name__}: {text}",
         )
-    problem = None if code is None else f"{kept['task']}: the answer is code ({code}), which is not run"
-    return Verdict(value >= 1, found, problem, score=value)
+    problem = None if code is None else f"{record['task']}: the answer is code ({code}), which is not run"
+    return Verdict(score >= 1, extracted, problem, score=score)

@@ -42,13 +42,13 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
     The integer, as text, replaces the answer, and the question asks for it. A worked solution stays, with the
     integer in a new column `answer`, which has precedence. `original_answer`, if new, has the old answer."""
     report = ReadReport(rows={str(source): 0})
-    done = ConvertedFile([], [], 0, report)
-    converted: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
+    result = ConvertedFile([], [], 0, report)
+    converted_rows: list[tuple[int, dict[str, Any], IntegerAnswer]] = []
     rows: dict[int, dict[str, Any]] = {}
 
     def refuse(number: int, problem: UnusableRow) -> None:
         report.reject(str(source), number, problem)
-        done.refused.append({**rows.get(number, {}), "refused": problem.reason, "refused_row": number})
+        result.refused.append({**rows.get(number, {}), "refused": problem.reason, "refused_row": number})
 
     for number, row in file_rows(source):
         report.rows[str(source)] += 1
@@ -58,26 +58,28 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
             rows[number] = row
             _, prompt = find_prompt(row, data, source)
             question = prompt if isinstance(prompt, str) else "\n".join(part["content"] for part in prompt)
-            converted.append((number, row, integer_answer(question, find_answer(row, data, source)[1])))
+            converted_rows.append((number, row, integer_answer(question, find_answer(row, data, source)[1])))
         except UnusableRow as problem:
             refuse(number, problem)
         except Refused as problem:
             refuse(number, UnusableRow(problem.reason, problem.detail))
 
-    turned = [one for _, _, one in converted if one.asked]
+    reworded_answers = [answer for _, _, answer in converted_rows if answer.asked]
     with VerifierPool("math", workers) as pool:
-        verdicts = iter(pool.verify([(f"\\boxed{{{one.back}}}", one.number) for one in turned]))
-    for number, row, one in converted:
-        verdict = next(verdicts) if one.asked else None
+        verdicts = iter(
+            pool.verify([(f"\\boxed{{{answer.back}}}", answer.number) for answer in reworded_answers])
+        )
+    for number, row, answer in converted_rows:
+        verdict = next(verdicts) if answer.asked else None
         if verdict and not verdict.correct:
-            what = verdict.error or f"{one.back} and {one.number}"
+            what = verdict.error or f"{answer.back} and {answer.number}"
             refuse(number, UnusableRow("not equal to its form by the symbolic verifier", what))
             continue
-        done.turned += verdict is not None
-        done.kept.append(_extend_row(row, data, source, one))
-    done.refused.sort(key=lambda row: row["refused_row"])
-    report.finish([source], len(done.kept))
-    return done
+        result.turned += verdict is not None
+        result.kept.append(_extend_row(row, data, source, answer))
+    result.refused.sort(key=lambda row: row["refused_row"])
+    report.finish([source], len(result.kept))
+    return result
 
 
 def _extend_row(row: dict[str, Any], data: DataConfig, source: Path, found: IntegerAnswer) -> dict[str, Any]:
@@ -87,8 +89,10 @@ def _extend_row(row: dict[str, Any], data: DataConfig, source: Path, found: Inte
         _put(row, column, f"{prompt.rstrip()} {found.asked}")
     elif found.asked:
         messages: list[dict[str, Any]] = value_at(row, column)
-        last = next((one for one in reversed(messages) if one["role"] == "user"), messages[-1])
-        last["content"] = f"{last['content'].rstrip()} {found.asked}"
+        last_message = next(
+            (message for message in reversed(messages) if message["role"] == "user"), messages[-1]
+        )
+        last_message["content"] = f"{last_message['content'].rstrip()} {found.asked}"
     column, answer = find_answer(row, data, source)
     if column.lower() in WORKED:
         column = "answer"
@@ -100,10 +104,10 @@ def _extend_row(row: dict[str, Any], data: DataConfig, source: Path, found: Inte
 
 
 def _put(row: dict[str, Any], column: str, value: Any) -> None:
-    *parts, last = [column] if row.get(column) is not None or "." not in column else column.split(".")
+    *parts, last_part = [column] if row.get(column) is not None or "." not in column else column.split(".")
     for part in parts:
         row = row[part]
-    row[last] = value
+    row[last_part] = value
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:

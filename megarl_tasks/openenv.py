@@ -114,7 +114,7 @@ class _Server:
         data: dict[str, Any] = answer["data"]
         if answer["type"] != "error":
             return data
-        errors = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ()))
+        errors = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors", ()))
         what = "; ".join((data["message"], *errors))
         if data.get("code") == "VALIDATION_ERROR" and message["type"] == "step":
             raise InvalidAction(what)

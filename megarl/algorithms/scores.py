@@ -36,10 +36,10 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    first = [answer for answer, count in votes.items() if count == most]
-    right = Counter(answer for answer, flag in zip(answers, correct, strict=True) if flag)
-    return sum(right[answer] for answer in first) / (most * len(first))
+    highest_count = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == highest_count]
+    correct_votes = Counter(answer for answer, flag in zip(answers, correct, strict=True) if flag)
+    return sum(correct_votes[answer] for answer in winners) / (highest_count * len(winners))
 
 
 def ks_up_to(n: int) -> list[int]:
@@ -69,9 +69,9 @@ def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
         size = n * samples if variance <= 0 else min(max(spread * n / variance, n), n * samples)
     t = _student(n - 1)
     centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
-    half = t * math.sqrt(max(spread, 0.0) / size + t * t / (4 * size * size)) / (1 + t * t / size)
+    half_width = t * math.sqrt(max(spread, 0.0) / size + t * t / (4 * size * size)) / (1 + t * t / size)
     # Rounding must not exclude the mean.
-    return (min(max(0.0, centre - half), mean), max(min(1.0, centre + half), mean))
+    return (min(max(0.0, centre - half_width), mean), max(min(1.0, centre + half_width), mean))
 
 
 def _student(freedom: int) -> float:
@@ -103,12 +103,12 @@ def variance_sums(returns: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 def explained_variance(sums: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns) from `variance_sums`; 0 for constant returns."""
-    count, *rest = map(float, sums.tolist())
+    count, *value_sums = map(float, sums.tolist())
     if count == 0:
         return 0.0
-    total, squares, error, error_squares = (x / count for x in rest)
-    variance = squares - total * total
+    mean, mean_square, mean_error, mean_square_error = (x / count for x in value_sums)
+    variance = mean_square - mean * mean
     # Rounding error of equal returns.
-    if variance <= 1e-12 * squares:
+    if variance <= 1e-12 * mean_square:
         return 0.0
-    return 1.0 - max(error_squares - error * error, 0.0) / variance
+    return 1.0 - max(mean_square_error - mean_error * mean_error, 0.0) / variance

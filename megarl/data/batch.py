@@ -52,11 +52,15 @@ class RolloutBatch:
 
     @staticmethod
     def from_train_batch(batch: TrainBatch) -> RolloutBatch:
-        own = batch.select(range(batch.num_sequences))
-        per_token = {name for name, column in own.columns.items() if column.shape[0] == own.num_tokens}
-        columns = {name: own.columns.pop(name) for name in [*own.columns] if name not in per_token}
-        rows = torch.arange(own.num_sequences)
-        return RolloutBatch(own.lengths, own.response_lengths, own.prompt_lengths, None, columns, rows, own)
+        local = batch.select(range(batch.num_sequences))
+        token_columns = {
+            name for name, column in local.columns.items() if column.shape[0] == local.num_tokens
+        }
+        columns = {name: local.columns.pop(name) for name in [*local.columns] if name not in token_columns}
+        rows = torch.arange(local.num_sequences)
+        return RolloutBatch(
+            local.lengths, local.response_lengths, local.prompt_lengths, None, columns, rows, local
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -97,8 +101,8 @@ class TrainBatch:
 
     tokens         int64 [T], each prompt followed by its response
     cu_seqlens     int64 [n+1]; sequence i is tokens[cu_seqlens[i]:cu_seqlens[i+1]]
-    response_mask  bool [T], True on sampled tokens, with end-of-sequence. False tokens before the first are
-                   the prompt, later ones observations
+    response_mask  bool [T], True on sampled tokens, with end-of-sequence. Tokens before the first True
+                   are the prompt, later False tokens are observations
     columns        name -> Tensor, [T] or [n]
 
     `training.batch.make_train_batch` sets these:
@@ -118,10 +122,10 @@ class TrainBatch:
     critic_mini_batches: list[list[list[MicroBatch]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        total = int(self.cu_seqlens[-1])
-        if self.tokens.shape != (total,) or self.response_mask.shape != (total,):
+        num_tokens = int(self.cu_seqlens[-1])
+        if self.tokens.shape != (num_tokens,) or self.response_mask.shape != (num_tokens,):
             shapes = (tuple(self.tokens.shape), tuple(self.response_mask.shape))
-            raise ValueError(f"tokens and response_mask must both be [{total}] (got {shapes})")
+            raise ValueError(f"tokens and response_mask must both be [{num_tokens}] (got {shapes})")
         for name, column in self.columns.items():
             self[name] = column
 
@@ -153,21 +157,21 @@ class TrainBatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        numbers = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
-        return torch.repeat_interleave(numbers, self.lengths)
+        indices = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(indices, self.lengths)
 
     @property
     def response_lengths(self) -> Tensor:
         """Sampled tokens, int64 [n]."""
-        none = torch.zeros_like(self.cu_seqlens[1:])
-        return none.index_add_(0, self.sequence_ids, self.response_mask.long())
+        zeros = torch.zeros_like(self.cu_seqlens[1:])
+        return zeros.index_add_(0, self.sequence_ids, self.response_mask.long())
 
     @property
     def prompt_lengths(self) -> Tensor:
         """Tokens before the response, int64 [n]; all if it is empty."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
-        own = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
-        return torch.minimum(own[torch.searchsorted(own, start)], end) - start
+        sampled_positions = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
+        return torch.minimum(sampled_positions[torch.searchsorted(sampled_positions, start)], end) - start
 
     @property
     def sampled_mask(self) -> Tensor:
@@ -176,9 +180,11 @@ class TrainBatch:
         Column `prefix_tokens` [n], if any, counts those of earlier steps (`rollout.window`)."""
         if "prefix_tokens" not in self:
             return self.response_mask
-        so_far = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
-        before = so_far[self.cu_seqlens[:-1]] + self["prefix_tokens"]
-        return self.response_mask & (so_far[1:] > torch.repeat_interleave(before, self.lengths))
+        sampled_counts = torch.cat([self.cu_seqlens[:1], self.response_mask.cumsum(0)])
+        prefix_counts = sampled_counts[self.cu_seqlens[:-1]] + self["prefix_tokens"]
+        return self.response_mask & (
+            sampled_counts[1:] > torch.repeat_interleave(prefix_counts, self.lengths)
+        )
 
     @property
     def unfinished(self) -> Tensor:
@@ -202,7 +208,12 @@ class TrainBatch:
 
     @property
     def critic_micro_batches(self) -> list[MicroBatch]:
-        return [batch for of_one in self.critic_mini_batches for some in of_one for batch in some]
+        return [
+            batch
+            for mini_batches in self.critic_mini_batches
+            for mini_batch in mini_batches
+            for batch in mini_batch
+        ]
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand [n] to [T]; 0 outside the mask."""
@@ -217,8 +228,8 @@ class TrainBatch:
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[indices]
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        starts = torch.repeat_interleave(self.cu_seqlens[:-1][indices] - cu_seqlens[:-1], lengths)
-        token_indices = torch.arange(int(cu_seqlens[-1])) + starts
+        offsets = torch.repeat_interleave(self.cu_seqlens[:-1][indices] - cu_seqlens[:-1], lengths)
+        token_indices = torch.arange(int(cu_seqlens[-1])) + offsets
         columns = {
             name: column[token_indices if column.shape[0] == self.num_tokens else indices]
             for name, column in self.columns.items()
@@ -278,12 +289,12 @@ class MicroBatch:
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches with the same columns."""
     first = batches[0]
-    lengths = torch.cat([one.lengths for one in batches])
+    lengths = torch.cat([batch.lengths for batch in batches])
     return TrainBatch(
-        torch.cat([one.tokens for one in batches]),
+        torch.cat([batch.tokens for batch in batches]),
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        torch.cat([one.response_mask for one in batches]),
-        {name: torch.cat([one[name] for one in batches]) for name in first.columns},
+        torch.cat([batch.response_mask for batch in batches]),
+        {name: torch.cat([batch[name] for batch in batches]) for name in first.columns},
     )
 
 
@@ -291,14 +302,14 @@ def write_batch(path: Path, batch: TrainBatch) -> str:
     """Write `batch` atomically and return its checksum. Raises OSError."""
     tensors = {name: getattr(batch, name).contiguous() for name in _PARTS}
     tensors |= {f"column.{name}": column.contiguous() for name, column in batch.columns.items()}
-    partial = path.with_name(f".{path.name}.partial")
+    partial_path = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     checksum = _checksum(tensors)
     try:
-        partial.unlink(missing_ok=True)  # safetensors would follow a link
-        save_file(tensors, partial, {"sha256": checksum})
-        fsync(partial)
-        os.replace(partial, path)
+        partial_path.unlink(missing_ok=True)  # safetensors would follow a link
+        save_file(tensors, partial_path, {"sha256": checksum})
+        fsync(partial_path)
+        os.replace(partial_path, path)
         fsync(path.parent)
     except SafetensorError as error:  # also wraps disk errors
         raise OSError(str(error)) from error

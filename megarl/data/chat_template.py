@@ -37,13 +37,13 @@ def render_chat(
 
     Raises the template's errors, and ConfigError if it may not end."""
     template = tokenizer.chat_template
-    name = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    description = f"data.template: the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     for source in template.values() if isinstance(template, dict) else [template]:
         if _has_power(source):
             # time_limit cannot interrupt a single operation.
-            raise ConfigError(f"{name} computes powers (`**`), which may never end (take it out)")
+            raise ConfigError(f"{description} computes powers (`**`), which may never end (take it out)")
     resumes = generate and bool(messages) and messages[-1].get("role") == "assistant"
-    with time_limit(SECONDS, name):
+    with time_limit(SECONDS, description):
         text = tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
@@ -82,19 +82,19 @@ class ChatTemplate:
             for i, token in tokenizer.added_tokens_decoder.items()
             if token.special or (token.content in source and re.search(r"[^\w\s]", token.content))
         }
-        names = sorted(filter(None, self.control.values()), key=len, reverse=True)
-        self.named = re.compile("|".join(map(re.escape, names))) if names else None
-        closing = self.encode(self.text_behind([], generate=False))
-        found = next((i for i, token in enumerate(closing) if token in self.control), None)
-        self.closing = [] if found is None else closing[: found + 1]
+        control_texts = sorted(filter(None, self.control.values()), key=len, reverse=True)
+        self.named = re.compile("|".join(map(re.escape, control_texts))) if control_texts else None
+        tokens_behind = self.encode(self.text_behind([], generate=False))
+        end_index = next((i for i, token in enumerate(tokens_behind) if token in self.control), None)
+        self.closing = [] if end_index is None else tokens_behind[: end_index + 1]
 
     @cached_property
     def end(self) -> int | None:
         """The token that ends an assistant's turn, in GLM's template the start of a user's turn; or None."""
         if self.closing:
             return self.closing[-1]
-        following = self.encode(self.text_behind([_USER]))[:1]
-        return following[0] if following and following[0] in self.control else None
+        next_tokens = self.encode(self.text_behind([_USER]))[:1]
+        return next_tokens[0] if next_tokens and next_tokens[0] in self.control else None
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
         """Render messages. Raises ValueError if the template refuses them."""
@@ -118,13 +118,13 @@ class ChatTemplate:
         Raises ValueError if the template omits the message."""
         content = f"{mark}said{mark}"
         turns = [_USER, {"role": "assistant", "content": content}, *messages]
-        _, found, behind = self.render(turns, generate).partition(content)
-        if not found:
+        _, separator, following_text = self.render(turns, generate).partition(content)
+        if not separator:
             raise ValueError("the chat template leaves out what an assistant has written")
-        return behind
+        return following_text
 
     def encode(self, text: str, first: bool = False) -> list[int]:
         """Tokenize part of a rendered text. Only the `first` gets the space that some tokenizers prepend."""
-        before = "" if first else self.tokenizer.eos_token or ""
-        tokens = self.tokenizer(before + text, add_special_tokens=False).input_ids
-        return list(tokens[1:] if before and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)
+        prefix = "" if first else self.tokenizer.eos_token or ""
+        tokens = self.tokenizer(prefix + text, add_special_tokens=False).input_ids
+        return list(tokens[1:] if prefix and tokens[:1] == [self.tokenizer.eos_token_id] else tokens)

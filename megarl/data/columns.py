@@ -35,7 +35,7 @@ class UnusableRow(Exception):
 
 
 def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
-    """Return possible columns; a dotted key also by its first part."""
+    """Return the columns that a row may use, and the first part of each dotted key."""
     columns = [
         name
         for key in (data.prompt_key, response_key or data.answer_key)
@@ -64,11 +64,11 @@ def _find_column(
     Raises DataError if two others differ."""
     if (value := value_at(row, key)) is not None:
         return key, value
-    found = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
-    if len(set(map(repr, found.values()))) > 1:
-        names = " and ".join(found)
+    candidates = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
+    if len(set(map(repr, candidates.values()))) > 1:
+        names = " and ".join(candidates)
         raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
-    return next(iter(found.items()), (key, None))
+    return next(iter(candidates.items()), (key, None))
 
 
 def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
@@ -76,25 +76,27 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
-    nothing = UnusableRow(f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}")
+    no_prompt_error = UnusableRow(
+        f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}"
+    )
     if column.lower() == _MESSAGES:
         value, _ = _split_reply(value)
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        raise nothing
+        raise no_prompt_error
     if isinstance(value, str):
         value = _parse_messages(value) or value
     if isinstance(value, str):
         return column, value
-    wrong = "prompt is neither a text nor a list of {role, content}"
+    reason = "prompt is neither a text nor a list of {role, content}"
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise UnusableRow(wrong, type(value).__name__)
+        raise UnusableRow(reason, type(value).__name__)
     messages = [
         {"role": message.get("role"), "content": _join_parts(message.get("content"))} for message in value
     ]
     if not all(isinstance(text, str) for message in messages for text in message.values()):
-        raise UnusableRow(wrong, "role or content is not a text")
+        raise UnusableRow(reason, "role or content is not a text")
     if not any(message["content"].strip() for message in messages):
-        raise nothing
+        raise no_prompt_error
     return column, messages
 
 
@@ -102,11 +104,13 @@ def _parse_messages(text: str) -> Messages | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    holds = found and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in found)
-    return found if holds else None
+    is_valid = messages and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
+    return messages if is_valid else None
 
 
 def _join_parts(content: Any) -> Any:
@@ -120,10 +124,10 @@ def _join_parts(content: Any) -> Any:
 
 
 def _split_reply(messages: Any) -> tuple[Any, str | None]:
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
+    last_message = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last_message, dict) or last_message.get("role") != "assistant":
         return messages, None
-    text = _join_parts(last.get("content"))
+    text = _join_parts(last_message.get("content"))
     return messages[:-1], text if isinstance(text, str) else None
 
 
@@ -138,8 +142,8 @@ def last_question(prompt: str | Messages) -> str:
     """Return the last user message, or a text prompt."""
     if isinstance(prompt, str):
         return prompt
-    asked = [message["content"] for message in prompt if message["role"] == "user"]
-    return asked[-1] if asked else prompt[-1]["content"]
+    questions = [message["content"] for message in prompt if message["role"] == "user"]
+    return questions[-1] if questions else prompt[-1]["content"]
 
 
 def find_response(row: Mapping[str, Any], key: str, path: Path) -> str:
@@ -158,7 +162,7 @@ def find_response(row: Mapping[str, Any], key: str, path: Path) -> str:
 
 def _after_marker(text: str) -> str:
     answer = text.rpartition("####")[2]
-    return _DIGIT_GROUPS.sub(lambda number: number[0].replace(",", ""), answer)
+    return _DIGIT_GROUPS.sub(lambda match: match[0].replace(",", ""), answer)
 
 
 def final_answer(solution: str) -> str | None:
@@ -182,7 +186,7 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
     Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
-    nothing = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
+    no_answer_error = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
     if value is None:
         column, value = _find_column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
     if value is None:
@@ -190,7 +194,7 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if isinstance(value, str) and column.lower() in WORKED:
         value = final_answer(value)
     if value is None:
-        raise nothing
+        raise no_answer_error
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
     if not isinstance(value, str) and not math.isfinite(value):
@@ -201,5 +205,5 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if "####" in text:
         text = _after_marker(text)
     if not text.strip():
-        raise nothing
+        raise no_answer_error
     return column, text.strip()

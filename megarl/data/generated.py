@@ -41,7 +41,9 @@ class GeneratedRow(Protocol):
 def gym_entries(data: DataConfig) -> dict[str, GymConfig]:
     """Return key (`data.eval[1].gym`) -> entry."""
     lists = (("data.train", data.train), ("data.eval", data.eval))
-    return {f"{key}[{i}].gym": one.gym for key, entries in lists for i, one in enumerate(entries) if one.gym}
+    return {
+        f"{key}[{i}].gym": entry.gym for key, entries in lists for i, entry in enumerate(entries) if entry.gym
+    }
 
 
 def generate(entries: Mapping[str, GymConfig]) -> Iterator[GeneratedRow]:

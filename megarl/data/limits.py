@@ -23,15 +23,15 @@ def memory_limit(size: int = MEMORY) -> Iterator[None]:
 
     Other threads wait; blocks may be nested."""
     with _ONE_THREAD:
-        before = resource.getrlimit(resource.RLIMIT_DATA)
+        old_limits = resource.getrlimit(resource.RLIMIT_DATA)
         if _STATM.exists():
-            used = int(_STATM.read_text().split()[5]) * resource.getpagesize()
-            limits = [limit for limit in (used + size, *before) if limit != resource.RLIM_INFINITY]
-            resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+            used_bytes = int(_STATM.read_text().split()[5]) * resource.getpagesize()
+            limits = [limit for limit in (used_bytes + size, *old_limits) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min(limits), old_limits[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+            resource.setrlimit(resource.RLIMIT_DATA, old_limits)
 
 
 @contextmanager
@@ -43,13 +43,13 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         yield
         return
 
-    def end(*_: Any) -> NoReturn:
+    def raise_error(*_: Any) -> NoReturn:
         raise ConfigError(f"{what} has not ended within {seconds:g} s (it may loop for ever)")
 
-    before = signal.signal(signal.SIGALRM, end)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    old_handler = signal.signal(signal.SIGALRM, raise_error)
+    old_seconds, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, old_seconds)
+        signal.signal(signal.SIGALRM, old_handler)

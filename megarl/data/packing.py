@@ -19,16 +19,16 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, micro-batch), sorted
+    open_batches: list[tuple[int, int]] = []  # (free tokens, micro-batch), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fit = bisect_left(free, (lengths[index], 0))
-        if fit < len(free):
-            tokens, batch = free.pop(fit)
+        slot = bisect_left(open_batches, (lengths[index], 0))
+        if slot < len(open_batches):
+            free_tokens, batch = open_batches.pop(slot)
         else:
-            tokens, batch = max_tokens, len(batches)
+            free_tokens, batch = max_tokens, len(batches)
             batches.append([])
         batches[batch].append(index)
-        insort(free, (tokens - lengths[index], batch))
+        insort(open_batches, (free_tokens - lengths[index], batch))
     return batches
 
 
@@ -41,21 +41,21 @@ def pack_groups(
     exceeds `max_tokens` has several families.
 
     prompts, responses: tokens of each sequence's parts; groups: one number per prompt"""
-    members: dict[int, list[int]] = {}
-    for index, number in enumerate(groups):
-        members.setdefault(number, []).append(index)
+    members_by_group: dict[int, list[int]] = {}
+    for index, group_id in enumerate(groups):
+        members_by_group.setdefault(group_id, []).append(index)
     families: list[list[int]] = []
     sizes: list[int] = []
-    for group in members.values():
-        free = -1
+    for group in members_by_group.values():
+        free_tokens = -1
         for index in sorted(group, key=lambda i: -responses[i]):
-            if responses[index] > free:
+            if responses[index] > free_tokens:
                 families.append([])
                 sizes.append(prompts[index])
-                free = max_tokens - prompts[index]
+                free_tokens = max_tokens - prompts[index]
             families[-1].append(index)
             sizes[-1] += responses[index]
-            free -= responses[index]
+            free_tokens -= responses[index]
     return [[families[i] for i in batch] for batch in pack(sizes, max_tokens)]
 
 
@@ -64,13 +64,13 @@ def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
 
     Sequences must have a multiple of 2 * cp tokens. To balance causal attention, rank r gets chunks r and
     2 * cp - 1 - r, as in Transformer Engine's thd_get_partitioned_indices."""
-    chunk = cu_seqlens.diff() // (2 * cp)
+    chunk_sizes = cu_seqlens.diff() // (2 * cp)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    sizes = torch.repeat_interleave(chunk, cu_seqlens.diff())
+    sizes = torch.repeat_interleave(chunk_sizes, cu_seqlens.diff())
     positions = torch.arange(int(cu_seqlens[-1])) - starts
-    number = positions // sizes
-    rank = torch.minimum(number, 2 * cp - 1 - number)
-    return rank, starts // cp + positions % sizes + torch.where(number < cp, 0, sizes)
+    chunk_index = positions // sizes
+    rank = torch.minimum(chunk_index, 2 * cp - 1 - chunk_index)
+    return rank, starts // cp + positions % sizes + torch.where(chunk_index < cp, 0, sizes)
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -93,24 +93,29 @@ def balance_groups(
 ) -> list[list[int]]:
     """Balance as `balance`, but charge a rank once for a prompt that its responses share.
 
-    All groups stay whole or split in halves, quarters and so on, to minimise the highest cost. Arguments: as
-    `pack_groups`, but costs."""
-    members: dict[int, list[int]] = {}
+    All groups are kept intact, or all are split into halves, quarters and so on: whichever gives the
+    smallest maximum cost. Arguments are those of `pack_groups`, as costs."""
+    members_by_group: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    best, slowest, parts = balance([], ranks), inf, 1
-    while parts < 2 * max(map(len, members.values()), default=0):
-        units = [some for group in members.values() for n in range(parts) if (some := group[n::parts])]
+        members_by_group.setdefault(group, []).append(index)
+    best_shares, highest_cost, num_parts = balance([], ranks), inf, 1
+    while num_parts < 2 * max(map(len, members_by_group.values()), default=0):
+        units = [
+            portion
+            for group in members_by_group.values()
+            for n in range(num_parts)
+            if (portion := group[n::num_parts])
+        ]
         costs = [prompts[unit[0]] + sum(responses[i] for i in unit) for unit in units]
         shares = [sorted(i for unit in share for i in units[unit]) for share in balance(costs, ranks)]
         loads = []
         for share in shares:
-            first = {groups[i]: i for i in share}
-            loads.append(sum(prompts[i] for i in first.values()) + sum(responses[i] for i in share))
-        if max(loads) < slowest:
-            best, slowest = shares, max(loads)
-        parts *= 2
-    return best
+            index_by_group = {groups[i]: i for i in share}
+            loads.append(sum(prompts[i] for i in index_by_group.values()) + sum(responses[i] for i in share))
+        if max(loads) < highest_cost:
+            best_shares, highest_cost = shares, max(loads)
+        num_parts *= 2
+    return best_shares
 
 
 def cost(lengths: Sequence[int], even: float) -> list[float]:

@@ -36,14 +36,14 @@ class PromptSampler:
 
     def take(self, n: int) -> list[int]:
         """Return the next indices, which may span epochs."""
-        taken: list[int] = []
-        while len(taken) < n:
+        indices: list[int] = []
+        while len(indices) < n:
             if self.position == self.num_prompts:
                 self._start_epoch(self.epoch + 1)
-            part = self._order[self.position : self.position + n - len(taken)]
-            self.position += len(part)
-            taken += part
-        return taken
+            chunk = self._order[self.position : self.position + n - len(indices)]
+            self.position += len(chunk)
+            indices += chunk
+        return indices
 
     def state(self) -> dict[str, Any]:
         names = ("num_prompts", "seed", "shuffle", "content", "epoch", "position")

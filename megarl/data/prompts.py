@@ -79,7 +79,7 @@ class ProblemSet:
 
     name       prefix of scores; "": scores by data_source
     every      steps between evaluations; None: evaluation.every, and the scores count in the headline
-    questions  all, even beyond evaluation.max_problems"""
+    questions  of all problems, also of those beyond evaluation.max_problems"""
 
     problems: Sequence[Prompt]
     samples: int
@@ -126,20 +126,20 @@ class ReadReport:
     warned: list[RejectedRow] = field(default_factory=list)
 
     def lines(self, shown: int = 3) -> list[str]:
-        """Return the sums, then reasons with `shown` examples."""
-        found = [
+        """Return the total counts, then each reason with up to `shown` examples."""
+        report_lines = [
             f"data: {self.kept:,} of {sum(self.rows.values()):,} rows used, "
             f"{self.duplicates:,} duplicates, {len(self.rejected):,} unusable"
         ]
-        for lead, rows in (("", self.rejected), ("warning: ", self.warned)):
+        for prefix, rows in (("", self.rejected), ("warning: ", self.warned)):
             for reason, count in Counter(row.reason for row in rows).most_common():
                 examples = [row for row in rows if row.reason == reason][:shown]
-                places = ", ".join(
+                locations = ", ".join(
                     f"{row.file}:{row.row}" + (f" ({row.detail})" if row.detail else "") for row in examples
                 )
-                more = ", ..." if count > shown else ""
-                found.append(f"data: {lead}{count:,} rows: {reason}: {places}{more}")
-        return list(map(printable, found))
+                ellipsis = ", ..." if count > shown else ""
+                report_lines.append(f"data: {prefix}{count:,} rows: {reason}: {locations}{ellipsis}")
+        return list(map(printable, report_lines))
 
     def reject(self, file: str, number: int, problem: UnusableRow) -> None:
         self.rejected.append(RejectedRow(file, number, problem.reason, problem.detail))
@@ -150,8 +150,8 @@ class ReadReport:
     def finish(self, names: Sequence[object], kept: int) -> None:
         """Complete the counts. Raises DataError if no row was kept."""
         self.kept = kept
-        order = {file: position for position, file in enumerate(self.rows)}
-        self.rejected.sort(key=lambda row: (order[row.file], row.row))
+        position_by_file = {file: position for position, file in enumerate(self.rows)}
+        self.rejected.sort(key=lambda row: (position_by_file[row.file], row.row))
         if not kept:
             raise _nothing_usable(names, self.rejected)
 
@@ -175,12 +175,14 @@ _Sources = Mapping[str, Path | Iterable[GeneratedRow]]
 
 def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
     """Open the entries `key[0]`, `key[1]`, ..."""
-    found = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
-    gym = {name: entry.gym for name, entry in found.items() if entry.gym}
-    generated: dict[str, list[GeneratedRow]] = {name: [] for name in gym}
-    for row in generate(gym):
-        generated[row.key].append(row)
-    return {str(entry.path or name): entry.path or generated[name] for name, entry in found.items()}
+    entries_by_key = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
+    gym_configs = {name: entry.gym for name, entry in entries_by_key.items() if entry.gym}
+    rows_by_key: dict[str, list[GeneratedRow]] = {name: [] for name in gym_configs}
+    for row in generate(gym_configs):
+        rows_by_key[row.key].append(row)
+    return {
+        str(entry.path or name): entry.path or rows_by_key[name] for name, entry in entries_by_key.items()
+    }
 
 
 def read_prompts(
@@ -201,7 +203,7 @@ def read_prompts(
     Raises:
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
         ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
-    questions = frozenset[str]().union(*(one.questions for one in held_out))
+    questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
     _check_template(data, tokenizer)
     return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
 
@@ -217,7 +219,7 @@ def _read(
     report = ReadReport()
     known_uids: set[int] = set()
 
-    def unique() -> Iterator[_Row]:
+    def unique_rows() -> Iterator[_Row]:
         for row in _usable_rows(sources, data, report, held_out=held_out):
             if row.uid in known_uids:
                 report.duplicates += 1
@@ -226,10 +228,19 @@ def _read(
                 yield row
 
     prompts = [
-        Prompt(row.uid, text, ids, row.target, row.source, row.extra, last_question(row.prompt), row.entry)
-        for batch in _tokenize(unique(), data, tokenizer, report, tools)
+        Prompt(
+            row.uid,
+            text,
+            prompt_tokens,
+            row.target,
+            row.source,
+            row.extra,
+            last_question(row.prompt),
+            row.entry,
+        )
+        for batch in _tokenize(unique_rows(), data, tokenizer, report, tools)
         for row, text, tokens in batch
-        for ids in [opening or tokens]
+        for prompt_tokens in [opening or tokens]
     ]
     report.finish(list(sources), len(prompts))
     return prompts, report
@@ -246,24 +257,26 @@ def read_problem_sets(
 
     Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
     ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
-    together: dict[tuple[str, int, int | None], list[str]] = {}
+    source_names_by_set: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
-        own = entry.name or "", entry.samples or evaluation.samples, entry.every
-        together.setdefault(own, []).append(str(entry.path) if entry.path else f"data.eval[{i}].gym")
+        set_id = entry.name or "", entry.samples or evaluation.samples, entry.every
+        source_names_by_set.setdefault(set_id, []).append(
+            str(entry.path) if entry.path else f"data.eval[{i}].gym"
+        )
     _check_template(data, tokenizer)
     all_sources = _open_sources(data.eval, "data.eval")
     sets, reports = [], {}
-    for (name, samples, every), names in together.items():
+    for (name, samples, every), source_names in source_names_by_set.items():
         problems, report = _read(
-            {one: all_sources[one] for one in names}, data, tokenizer, frozenset(), tools, opening
+            {one: all_sources[one] for one in source_names}, data, tokenizer, frozenset(), tools, opening
         )
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))
-        other = f" ({samples} samples)" if samples != evaluation.samples else ""
-        reports[f"eval {name}" if name else f"eval{other}"] = report
-    unnamed = {problem.source_name for one in sets if not one.name for problem in one.problems}
+        suffix = f" ({samples} samples)" if samples != evaluation.samples else ""
+        reports[f"eval {name}" if name else f"eval{suffix}"] = report
+    unnamed_sources = {problem.source_name for one in sets if not one.name for problem in one.problems}
     for i, entry in enumerate(data.eval):
-        if entry.name in unnamed:
+        if entry.name in unnamed_sources:
             what = f"{entry.name} is also a data_source of entries without a name"
             raise ConfigError(f"data.eval[{i}].name: {what} (choose another name)")
     return sets, reports
@@ -280,8 +293,8 @@ def read_pairs(
 
     Fills `report`. Raises as `read_prompts`."""
     _check_template(data, tokenizer)
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
         raise ConfigError(
             "model.path: the tokenizer has no end-of-sequence token, "
             "so that no response could end (set eos_token)"
@@ -290,7 +303,7 @@ def read_pairs(
     paths = {str(path): path for entry in entries if (path := DataEntry.model_validate(entry).path)}
     for batch in _tokenize(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
         responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
-        pairs += [(tokens, (*ids, end)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
+        pairs += [(tokens, (*ids, eos_id)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
     report.finish([*paths], len(pairs))
     return pairs
 
@@ -311,7 +324,7 @@ def validate_files(
     _check_template(data, None)
     references: list[str | Reference] = []
 
-    def first(sources: _Sources, target_key: str | None = None) -> str:
+    def read_first_target(sources: _Sources, target_key: str | None = None) -> str:
         report = ReadReport()
         rows = _usable_rows(sources, data, report, target_key)
         if tokenizer is not None:
@@ -323,17 +336,17 @@ def validate_files(
 
     for entries, target_key in ((data.train, response_key), (data.eval, None)):
         for path in (entry.path for entry in entries if entry.path):
-            answer = first({str(path): path}, target_key)
+            answer = read_first_target({str(path): path}, target_key)
             references = references or [answer]
-    generated: dict[str, list[GeneratedRow]] = {}
+    rows_by_key: dict[str, list[GeneratedRow]] = {}
     for row in first_rows(gym_entries(data), rounds=1):
-        generated.setdefault(row.key, []).append(row)
-    for key, rows in generated.items():
+        rows_by_key.setdefault(row.key, []).append(row)
+    for key, rows in rows_by_key.items():
         references += [reference_to(row.answer, row.entry) for row in rows if row.entry]
         try:
-            first({key: rows})
+            read_first_target({key: rows})
         except DataError:  # later rows may fit
-            first({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
+            read_first_target({key: first_rows({key: gym_entries(data)[key]}, rounds=16)})
     return references
 
 
@@ -341,18 +354,18 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
     """Return the `names` that are the data_source or generated task of no row of data.train.
 
     Requires `validate_files`."""
-    absent: dict[Any, None] = dict.fromkeys(names)
+    absent_names: dict[Any, None] = dict.fromkeys(names)
     for entry in data.train:
         for task in entry.gym.tasks if entry.gym else ():
-            absent.pop(task, None)
+            absent_names.pop(task, None)
         with suppress(DataError):  # a parquet file may lack the column
-            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent else ():
-                named = row.get("data_source") if isinstance(row, dict) else None
-                if isinstance(named, str):
-                    absent.pop(named, None)
-                if not absent:
+            for _, row in file_rows(entry.path, ["data_source"]) if entry.path and absent_names else ():
+                source_name = row.get("data_source") if isinstance(row, dict) else None
+                if isinstance(source_name, str):
+                    absent_names.pop(source_name, None)
+                if not absent_names:
                     break
-    return [*absent]
+    return [*absent_names]
 
 
 def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -386,7 +399,7 @@ def _usable_rows(
     """Yield usable rows, report the others. Raises DataError after a source without a usable row."""
     columns = columns_to_read(data, response_key)
     for name, source in sources.items():
-        usable = False
+        has_usable_row = False
         report.rows[name] = 0
         rows: Iterable[tuple[int, dict[str, Any] | str | GeneratedRow]]
         rows = file_rows(source, columns) if isinstance(source, Path) else enumerate(source, 1)
@@ -403,9 +416,9 @@ def _usable_rows(
             except UnusableRow as problem:
                 report.reject(name, number, problem)
                 continue
-            usable = True
+            has_usable_row = True
             yield row
-        if not usable:
+        if not has_usable_row:
             raise _nothing_usable([name], [row for row in report.rejected if row.file == name])
 
 
@@ -452,34 +465,34 @@ def _tokenize(
     """Yield batches of (row, templated text, tokens), the first of one row; report unusable rows."""
     # Chat templates write special tokens. A raw prompt gets only the tokenizer's leading ones: trailing ones
     # would separate prompt and response.
-    begin = () if data.template == "chat" else _leading_special_tokens(tokenizer)
-    longest = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
-    limit = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
-    at_once = 1
-    while part := _take(rows, at_once):
-        at_once = _TOKENIZED_AT_ONCE
-        templated: list[tuple[_Row, str]] = []
-        for row in part:
+    leading_tokens = () if data.template == "chat" else _leading_special_tokens(tokenizer)
+    max_characters = data.max_prompt_tokens * CHARACTERS_PER_TOKEN
+    reason = f"longer than data.max_prompt_tokens {data.max_prompt_tokens}"
+    max_rows = 1
+    while chunk := _take(rows, max_rows):
+        max_rows = _TOKENIZED_AT_ONCE
+        templated_rows: list[tuple[_Row, str]] = []
+        for row in chunk:
             try:
                 text = _apply_template(row, data, tokenizer, tools, report)
-                if len(text) > longest:
-                    raise UnusableRow(limit, f"{len(text):,} characters")
+                if len(text) > max_characters:
+                    raise UnusableRow(reason, f"{len(text):,} characters")
             except UnusableRow as problem:
                 report.reject(row.file, row.number, problem)
                 continue
-            templated.append((row, text))
-        texts = [text for _, text in templated]
-        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+            templated_rows.append((row, text))
+        texts = [text for _, text in templated_rows]
+        input_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         batch = []
-        for (row, text), own in zip(templated, tokens, strict=True):
-            ids = tuple(own)
-            if begin and ids[: len(begin)] == begin:
-                what = f"the prompt begins with {tokenizer.decode(begin)} already, and gets no other"
+        for (row, text), row_ids in zip(templated_rows, input_ids, strict=True):
+            ids = tuple(row_ids)
+            if leading_tokens and ids[: len(leading_tokens)] == leading_tokens:
+                what = f"the prompt begins with {tokenizer.decode(leading_tokens)} already, and gets no other"
                 report.warn(row, what)
             else:
-                ids = (*begin, *ids)
+                ids = (*leading_tokens, *ids)
             if len(ids) > data.max_prompt_tokens:
-                report.reject(row.file, row.number, UnusableRow(limit, f"{len(ids)} tokens"))
+                report.reject(row.file, row.number, UnusableRow(reason, f"{len(ids)} tokens"))
             elif not ids:
                 report.reject(row.file, row.number, UnusableRow("no tokens in the prompt"))
             else:
@@ -489,12 +502,14 @@ def _tokenize(
 
 
 def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
-    part, characters = list[_Row](), 0
-    while len(part) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
-        part.append(row)
-        contents = [row.prompt] if isinstance(row.prompt, str) else [one["content"] for one in row.prompt]
+    chunk, characters = list[_Row](), 0
+    while len(chunk) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
+        chunk.append(row)
+        contents = (
+            [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+        )
         characters += sum(map(len, contents)) + len(row.target)
-    return part
+    return chunk
 
 
 def _leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -515,12 +530,14 @@ def _apply_template(
         prompt = [{"role": "user", "content": prompt}]
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
-    first = prompt[0]["content"].lstrip()
-    if special := next((one for one in tokenizer.all_special_tokens if first.startswith(one)), None):
-        what = f"the prompt begins with {special}: a chat template has rendered it already"
+    first_text = prompt[0]["content"].lstrip()
+    if special_token := next(
+        (token for token in tokenizer.all_special_tokens if first_text.startswith(token)), None
+    ):
+        what = f"the prompt begins with {special_token}: a chat template has rendered it already"
         report.warn(row, f"{what} (set data.template=raw)")
-        if special == tokenizer.bos_token:  # the chat template writes it again
-            prompt = [{**prompt[0], "content": first.removeprefix(special)}, *prompt[1:]]
+        if special_token == tokenizer.bos_token:  # the chat template writes it again
+            prompt = [{**prompt[0], "content": first_text.removeprefix(special_token)}, *prompt[1:]]
     try:
         with memory_limit():
             return render_chat(tokenizer, prompt, tools=tools, variables=data.chat_template_kwargs)

@@ -27,11 +27,11 @@ def file_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
     Numbers count from 1, in jsonl by line. Of parquet only `columns` are read, ignoring case.
     Raises DataError for a missing, unreadable or empty file."""
     if not path.is_file():
-        missing = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
-        raise DataError(f"{path}: {missing}")
+        problem = "no such file" if not path.exists() else "not a file (name the .parquet or .jsonl files)"
+        raise DataError(f"{path}: {problem}")
     if path.suffix not in READERS:
-        known = " or ".join(READERS)
-        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use {known})")
+        suffixes = " or ".join(READERS)
+        raise DataError(f"{path}: unknown kind of file {path.suffix!r} (use {suffixes})")
     count = 0
     try:
         for count, row in READERS[path.suffix](path, columns):
@@ -68,7 +68,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
         if len(line) <= MAX_LINE or line.endswith(b"\n"):
             yield line
             continue
-        while (rest := file.readline(1 << 20)) and not rest.endswith(b"\n"):
+        while (chunk := file.readline(1 << 20)) and not chunk.endswith(b"\n"):
             pass
         yield None
 
@@ -76,32 +76,36 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        present = [name for name in names if columns is None or name in columns or name.lower() in columns]
-        if columns and not present:
+        present_columns = [
+            name for name in names if columns is None or name in columns or name.lower() in columns
+        ]
+        if columns and not present_columns:
             raise DataError(f"{path}: none of the columns {', '.join(columns)} (it has: {', '.join(names)})")
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
+        batch_size = min(_BATCH, max(1, _BATCH_BYTES // max(row_bytes, 1)))
         # A failed allocation in Arrow's threads would end the process.
-        batches = file.iter_batches(batch_size=size, columns=present, use_threads=False)
-        number, decoded, size_on_disk = 0, 0, path.stat().st_size
+        batches = file.iter_batches(batch_size=batch_size, columns=present_columns, use_threads=False)
+        rows_read, decoded_bytes, disk_bytes = 0, 0, path.stat().st_size
         while True:
             try:
                 with memory_limit(MEMORY):
                     batch = next(batches, None)
                     rows = [] if batch is None else _rows(batch)
             except MemoryError:
-                last = min(number + size, file.metadata.num_rows)
-                what = f"rows {number + 1:,} to {last:,} take more than {MEMORY >> 20} MiB decoded"
+                last_row = min(rows_read + batch_size, file.metadata.num_rows)
+                what = f"rows {rows_read + 1:,} to {last_row:,} take more than {MEMORY >> 20} MiB decoded"
                 raise DataError(f"{path}: {what} (write shorter rows)") from None
             if batch is None:
                 return
-            decoded += batch.nbytes + _ROW_BYTES * batch.num_rows
-            if decoded > EXPANSION * size_on_disk + _EXPANSION_FREE:
-                what = f"{size_on_disk:,} bytes become {decoded:,} up to row {number + batch.num_rows:,}"
+            decoded_bytes += batch.nbytes + _ROW_BYTES * batch.num_rows
+            if decoded_bytes > EXPANSION * disk_bytes + _EXPANSION_FREE:
+                what = (
+                    f"{disk_bytes:,} bytes become {decoded_bytes:,} up to row {rows_read + batch.num_rows:,}"
+                )
                 raise DataError(f"{path}: {what}: its rows repeat (write each once)")
-            yield from enumerate(rows, number + 1)
-            number += batch.num_rows
+            yield from enumerate(rows, rows_read + 1)
+            rows_read += batch.num_rows
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | str]:

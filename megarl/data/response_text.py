@@ -40,18 +40,18 @@ def policy_texts(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str
     """Decode responses without padding and end tokens.
 
     Others stay, for verifiers and parsers: `<answer>`, `<tool_call>`."""
-    hidden = _hidden(tokenizer)
-    shown = [[token for token in tokens if token not in hidden] for tokens in sequences]
-    return list(tokenizer.batch_decode(shown, skip_special_tokens=False))
+    hidden_tokens = _hidden(tokenizer)
+    visible_tokens = [[token for token in tokens if token not in hidden_tokens] for tokens in sequences]
+    return list(tokenizer.batch_decode(visible_tokens, skip_special_tokens=False))
 
 
 @lru_cache(maxsize=8)
 def _hidden(tokenizer: Any) -> frozenset[int]:
-    hidden = {*end_tokens(tokenizer), tokenizer.pad_token_id}
+    hidden_tokens = {*end_tokens(tokenizer), tokenizer.pad_token_id}
     if tokenizer.chat_template:
         with suppress(ValueError):  # the template cannot render an assistant's turn
-            hidden.add(ChatTemplate(tokenizer).end)
-    return frozenset(hidden - {None})
+            hidden_tokens.add(ChatTemplate(tokenizer).end)
+    return frozenset(hidden_tokens - {None})
 
 
 def check_end_of_turn(
@@ -67,8 +67,8 @@ def check_end_of_turn(
 def check_end(chat: ChatTemplate, stop: Collection[str]) -> None:
     if chat.end is None or chat.end in end_tokens(chat.tokenizer):
         return
-    end = chat.tokenizer.decode([chat.end])
-    if end not in stop:
-        what = f"the chat template ends a turn with {end}, which does not end a response"
+    end_text = chat.tokenizer.decode([chat.end])
+    if end_text not in stop:
+        what = f"the chat template ends a turn with {end_text}, which does not end a response"
         remedy = "make it the tokenizer's eos_token, or add it to rollout.stop"
         raise ConfigError(f"data.template: {what} ({remedy})")

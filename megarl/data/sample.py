@@ -87,16 +87,16 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
         """Append an observation and the next turn. All columns must exist."""
         assert turn.policy_versions is not None
-        shown = len(observed)
-        added: dict[str, Any] = {
+        num_observed = len(observed)
+        new_columns: dict[str, Any] = {
             "tokens": [*observed, *turn.tokens],
-            "logprobs": [*[0.0] * shown, *turn.logprobs],
-            "policy_versions": [*[turn.policy_versions[0]] * shown, *turn.policy_versions],
-            "is_sampled": [*[False] * shown, *[True] * turn.num_tokens],
-            "turn_rewards": [0.0] * (shown + turn.num_tokens),
+            "logprobs": [*[0.0] * num_observed, *turn.logprobs],
+            "policy_versions": [*[turn.policy_versions[0]] * num_observed, *turn.policy_versions],
+            "is_sampled": [*[False] * num_observed, *[True] * turn.num_tokens],
+            "turn_rewards": [0.0] * (num_observed + turn.num_tokens),
         }
         for name, dtype in DTYPES.items():
-            column = np.concatenate([getattr(self, name), np.array(added[name], dtype)])
+            column = np.concatenate([getattr(self, name), np.array(new_columns[name], dtype)])
             setattr(self, name, column)
         self.routed_experts = turn.routed_experts
 
@@ -145,12 +145,12 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
         """Build a sample from its tokens."""
-        sampled, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
+        index, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
             owner,
             data.num_sampled,
-            oldest_version=None if versions is None else int(versions[sampled].min()),
+            oldest_version=None if versions is None else int(versions[index].min()),
             experts_format=None if experts is None else (str(experts.dtype), experts.shape[1:]),
             num_tokens=data.num_tokens,
             has_turn_rewards=data.turn_rewards is not None,
@@ -193,8 +193,8 @@ class SampleGroup:
     @property
     def counted(self) -> list[Sample]:
         """Graded samples to train on: none if only one of several, which lacks a comparison."""
-        graded = [sample for sample in self.samples if sample.graded]
-        return graded if len(graded) > 1 or len(self.samples) == 1 else []
+        graded_samples = [sample for sample in self.samples if sample.graded]
+        return graded_samples if len(graded_samples) > 1 or len(self.samples) == 1 else []
 
     @property
     def num_correct(self) -> int:
@@ -216,6 +216,8 @@ class SampleGroup:
         return SampleGroup(self.prompt, samples, self.policy_version)
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Sample, str]]:
-        here = [(sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None]
-        texts = policy_texts(tokenizer, [tokens for _, tokens in here])
-        return zip([sample for sample, _ in here], texts, strict=True)
+        sample_tokens = [
+            (sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None
+        ]
+        texts = policy_texts(tokenizer, [tokens for _, tokens in sample_tokens])
+        return zip([sample for sample, _ in sample_tokens], texts, strict=True)

@@ -13,8 +13,8 @@ from megarl.algorithms.losses import Objective, Tokens, ppo
 def clip_cov(t: Tokens) -> Objective:
     """Return PPO's objective, and 0 on the selected tokens."""
     assert t.selected is not None
-    objective, low, high, _ = ppo(t)
-    return Objective(objective * ~t.selected, low, high, _statistics(t))
+    objective, too_low, too_high, _ = ppo(t)
+    return Objective(objective * ~t.selected, too_low, too_high, _statistics(t))
 
 
 def kl_cov(t: Tokens, kl_weight: float) -> Objective:

@@ -25,14 +25,16 @@ def _compared_logprobs(t: Tokens) -> list[Tensor]:
 
     The others' probability is at least 1e-8, since rounding could make it negative.
     """
-    both = []
-    for own, further in zip(
+    logprobs_by_policy = []
+    for token_logprobs, top_k in zip(
         (t.logprobs.detach(), t.old_logprobs), t.top_k_logprobs or (None, None), strict=True
     ):
-        logs = own[:, None] if further is None else torch.cat([own[:, None], further], -1)
-        others = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
-        both.append(torch.cat([logs, others], -1))
-    return both
+        logprobs = (
+            token_logprobs[:, None] if top_k is None else torch.cat([token_logprobs[:, None], top_k], -1)
+        )
+        other_logprobs = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
+        logprobs_by_policy.append(torch.cat([logprobs, other_logprobs], -1))
+    return logprobs_by_policy
 
 
 def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
@@ -41,8 +43,8 @@ def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
     A token is outside if its probability moved in the direction of A_t and the divergence [T] exceeds
     clip_high (A_t > 0) or clip_low (A_t <= 0).
     """
-    moved = t.logprobs.detach() - t.old_logprobs
-    low = (divergence > t.clip_low) & (moved < 0) & (t.advantage <= 0)
-    high = (divergence > t.clip_high) & (moved > 0) & (t.advantage > 0)
+    change = t.logprobs.detach() - t.old_logprobs
+    too_low = (divergence > t.clip_low) & (change < 0) & (t.advantage <= 0)
+    too_high = (divergence > t.clip_high) & (change > 0) & (t.advantage > 0)
     objective = t.ratio.clamp(max=ratio_cap).detach() * t.advantage * t.logprobs
-    return Objective(torch.where(low | high, 0.0, objective), low, high)
+    return Objective(torch.where(too_low | too_high, 0.0, objective), too_low, too_high)

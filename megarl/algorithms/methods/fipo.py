@@ -16,9 +16,9 @@ def fipo(t: Tokens, half_life: float, low: float, high: float, limit: float) -> 
     factors = future_factors(
         *(t.log_ratio, t.advantage, t.sequence_ids), half_life=half_life, low=low, high=high, limit=limit
     )
-    found = ppo(t._replace(advantage=t.advantage * factors))
-    total = torch.where(t.counted, factors, 0.0).sum()
-    return found._replace(statistics={**found.statistics, "future_factor": total})
+    objective = ppo(t._replace(advantage=t.advantage * factors))
+    factor_sum = torch.where(t.counted, factors, 0.0).sum()
+    return objective._replace(statistics={**objective.statistics, "future_factor": factor_sum})
 
 
 @torch.no_grad()
@@ -42,12 +42,12 @@ def future_factors(
         advantage: A_t, float64 [T].
         sequence_ids: int [T]; the tokens of a sequence are contiguous.
     """
-    beyond, decay, step = log_ratio > math.log(limit), 2 ** (-1 / half_life), 1
-    future = torch.where(beyond, 0.0, log_ratio)
-    # `future` sums over `step` tokens, which each round doubles.
-    while bool((same := sequence_ids[step:] == sequence_ids[:-step]).any()):
-        later = torch.where(same, future[step:], 0.0)
-        future = torch.cat([future[:-step] + decay**step * later, future[-step:]])
+    is_above_limit, decay, step = log_ratio > math.log(limit), 2 ** (-1 / half_life), 1
+    future = torch.where(is_above_limit, 0.0, log_ratio)
+    # `future` sums over `step` tokens. Each round doubles `step`.
+    while bool((is_same_sequence := sequence_ids[step:] == sequence_ids[:-step]).any()):
+        shifted = torch.where(is_same_sequence, future[step:], 0.0)
+        future = torch.cat([future[:-step] + decay**step * shifted, future[-step:]])
         step *= 2
     factors = future.exp().clamp(low, high)
-    return torch.where(beyond & (advantage < 0), factors.clamp(0.8, 1.0), factors)
+    return torch.where(is_above_limit & (advantage < 0), factors.clamp(0.8, 1.0), factors)

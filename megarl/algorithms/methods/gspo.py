@@ -25,8 +25,8 @@ def sequence_ratio(log_ratio: Tensor, counted: Tensor, sequence_ids: Tensor) -> 
         counted: bool [T].
         sequence_ids: int [T].
     """
-    fixed = log_ratio.detach()
-    sums = fixed.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
-    sums = sums.index_add(1, sequence_ids, torch.stack([fixed, counted.to(fixed.dtype)]))
+    detached = log_ratio.detach()
+    sums = detached.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
+    sums = sums.index_add(1, sequence_ids, torch.stack([detached, counted.to(detached.dtype)]))
     means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]
-    return means.exp() * (log_ratio - fixed).exp()
+    return means.exp() * (log_ratio - detached).exp()

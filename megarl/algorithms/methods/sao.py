@@ -12,5 +12,5 @@ def masked(t: Tokens) -> Objective:
 
     The paper's f(r_t) A_t log pi_t, with f detached, has the same gradient.
     """
-    low, high = t.ratio <= t.low, t.ratio >= t.high
-    return Objective(torch.where(low | high, 0.0, t.ratio * t.advantage), low, high)
+    too_low, too_high = t.ratio <= t.low, t.ratio >= t.high
+    return Objective(torch.where(too_low | too_high, 0.0, t.ratio * t.advantage), too_low, too_high)

@@ -27,17 +27,17 @@ def extended_gae(
         drawn: bool [T], tokens sampled in this step, the last of each response.
         unfinished: bool [n].
     """
-    own, after = drawn.nonzero().squeeze(-1), None
-    if own.numel():
-        last = own[(torch.searchsorted(own, cu_seqlens[1:]) - 1).clamp(min=0)]
-        after = torch.where(unfinished, values[last].double(), 0.0)
-    advantages = gae(rewards, values, drawn, cu_seqlens, lam, gamma, after)
+    positions, last_values = drawn.nonzero().squeeze(-1), None
+    if positions.numel():
+        last_positions = positions[(torch.searchsorted(positions, cu_seqlens[1:]) - 1).clamp(min=0)]
+        last_values = torch.where(unfinished, values[last_positions].double(), 0.0)
+    advantages = gae(rewards, values, drawn, cu_seqlens, lam, gamma, last_values)
     return advantages.masked_fill(window_tail(drawn, cu_seqlens, unfinished, tail), 0.0)
 
 
 def window_tail(drawn: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
     """Return the last `tail` tokens of unfinished responses' windows, bool [T]."""
-    behind = drawn.flip(0).cumsum(0).flip(0)  # sampled tokens from here to the end of the pack
-    ends = torch.cat([behind, behind.new_zeros(1)])[cu_seqlens[1:]]
-    left = behind - torch.repeat_interleave(ends, cu_seqlens.diff())
-    return drawn & (left <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
+    pack_remaining = drawn.flip(0).cumsum(0).flip(0)  # sampled tokens from here to the end of the pack
+    remaining_at_ends = torch.cat([pack_remaining, pack_remaining.new_zeros(1)])[cu_seqlens[1:]]
+    remaining = pack_remaining - torch.repeat_interleave(remaining_at_ends, cu_seqlens.diff())
+    return drawn & (remaining <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
