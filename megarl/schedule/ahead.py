@@ -209,8 +209,8 @@ class RemoteGeneration(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         """Return the manifest (with samplers' state) of the last rollout in flight."""
         stage, number = self._last
-        last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
-        return {"batch": self._manifest(stage, last)}
+        last_step = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
+        return {"batch": self._manifest(stage, last_step)}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         manifest = wait_for_file(shares[0]["batch"], self.config.watchdog.limit)
@@ -224,8 +224,8 @@ class RemoteGeneration(BatchSource):
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
-        limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
-        manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
+        limit, last_step = self.config.watchdog.limit, min(step + self.ahead, self.steps)
+        manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last_step + 1)]
         return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:

@@ -48,10 +48,10 @@ def distribute(run: Run, step: Step) -> None:
         step.rollout, config, config.mini_batch, seed, networks, run.runtime
     )
     if config.update.share_prompts:
-        packed = sum(int(micro_batch.packed.real_tokens.sum()) for micro_batch in batch.micro_batches)
-        counts = torch.tensor([packed, batch.num_tokens])
-        packed, total = sum_over_replicas(run.runtime, counts).tolist()
-        step.metrics["train/shared_tokens"] = 1 - packed / total
+        packed_tokens = sum(int(micro_batch.packed.real_tokens.sum()) for micro_batch in batch.micro_batches)
+        counts = torch.tensor([packed_tokens, batch.num_tokens])
+        packed_tokens, total = sum_over_replicas(run.runtime, counts).tolist()
+        step.metrics["train/shared_tokens"] = 1 - packed_tokens / total
     step.rollout.drop_tokens()
 
 

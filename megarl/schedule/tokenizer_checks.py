@@ -130,16 +130,16 @@ def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
             differences.append(f"{token!r}, token {token_id} of the actor, is {other_entry} there")
             break
     else:
-        backends = [json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer, other_tokenizer)]
+        backends = [json.loads(side.backend_tokenizer.to_str()) for side in (tokenizer, other_tokenizer)]
         special_tokens = [
-            {t["content"] for t in one["added_tokens"] if t["special"]} & actor_vocab.keys()
-            for one in backends
+            {t["content"] for t in side["added_tokens"] if t["special"]} & actor_vocab.keys()
+            for side in backends
         ]
         parts = {
-            "merges differ": [one["model"].get("merges") for one in backends],
+            "merges differ": [side["model"].get("merges") for side in backends],
             "special tokens differ": special_tokens,
-            "normalisation differs": [one["normalizer"] for one in backends],
-            "pre-tokenisation differs": [one["pre_tokenizer"] for one in backends],
+            "normalisation differs": [side["normalizer"] for side in backends],
+            "pre-tokenisation differs": [side["pre_tokenizer"] for side in backends],
         }
         differences += [
             f"their {difference}"
