@@ -99,16 +99,18 @@ def ablate(name: str, base: Path | None, into: Path | None, given: Options) -> i
         _split_at_table(into, table.name)
     task_writer(table.task)
     # Seed by seed: an interruption leaves all rows nearly the same seeds.
-    planned = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
-    for run in planned:  # reports a wrong override before the warm starts
+    planned_runs = [row_run(table, settings, row, seed) for seed in settings.seeds for row in table.rows]
+    for run in planned_runs:  # reports a wrong override before the warm starts
         check_config(run.config, f"{table.folder / table.base}, row {run.row}")
     out, budget = settings.folder / table.name, Budget.from_options(settings)
     with _lock(settings.folder):
         print(f"{table.title}: {len(table.rows)} rows x {len(settings.seeds)} seeds in {out}", flush=True)
         started = time.monotonic()
-        exit_codes, planned = _warm_up(_warm_starts(planned, settings), planned, settings, budget)
-        selected_runs = [run for run in planned if not settings.rows or run.row in settings.rows]
-        unselected_runs = (run for run in planned if run not in selected_runs)
+        exit_codes, planned_runs = _warm_up(
+            _warm_starts(planned_runs, settings), planned_runs, settings, budget
+        )
+        selected_runs = [run for run in planned_runs if not settings.rows or run.row in settings.rows]
+        unselected_runs = (run for run in planned_runs if run not in selected_runs)
         finished_runs = {
             run.name: run for run in unselected_runs if run.seconds() is not None and not run.changed()
         }
@@ -162,17 +164,17 @@ def _ablate_protocol(
     ]
     if tuning:
         protocol = protocol.model_copy(update={"rows": tuple(selected_rows)})
-    planned: dict[Arm, Planned] = {}
+    planned_runs: dict[Arm, Planned] = {}
     for seed in settings.seeds:
         for row in protocol.rows:
             task_rows = {one.name: one for one in tables[row.task].rows}
             for arm in (row.against, row.row):
-                if (row.task, arm, seed) not in planned:  # rows share arms
+                if (row.task, arm, seed) not in planned_runs:  # rows share arms
                     run = row_run(tables[row.task], settings, task_rows[arm], seed)
                     check_config(run.config, f"{protocol.path}, task {row.task}, row {run.row}")
-                    planned[row.task, arm, seed] = run
+                    planned_runs[row.task, arm, seed] = run
     arms = {(row.task, arm) for row in selected_rows for arm in (row.row, row.against)}
-    selected_runs = {key: run for key, run in planned.items() if key[:2] in arms}
+    selected_runs = {key: run for key, run in planned_runs.items() if key[:2] in arms}
     out = settings.folder / protocol.name / ("tuning" if tuning else "")
     with _lock(settings.folder):
         what = f"tuning seeds {', '.join(map(str, settings.seeds))}" if tuning else f"{protocol.seeds} seeds"
@@ -190,7 +192,7 @@ def _ablate_protocol(
         started, budget = time.monotonic(), Budget.from_options(settings)
         exit_codes, ready_runs = _warm_up(warm_starts, selected_runs.values(), settings, budget)
         finished_runs = {
-            key: run for key, run in planned.items() if key not in selected_runs and _usable(run)
+            key: run for key, run in planned_runs.items() if key not in selected_runs and _usable(run)
         }
         key_by_folder = {run.folder: key for key, run in selected_runs.items()}
 

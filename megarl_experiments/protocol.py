@@ -306,7 +306,7 @@ class Power:
 
 
 def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
-    """Return each row's power from the entries of `read_tried` with the protocol's own settings."""
+    """Return each row's power from `read_tried` entries with the protocol's settings and no overrides."""
     powers, level = [], protocol.level
     for row in protocol.rows:
         setting = json.loads(json.dumps(protocol.setting(row)))

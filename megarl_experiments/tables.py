@@ -51,7 +51,7 @@ class AblationRow(Section):
 
 
 class AblationTable(Section):
-    """A paper's table. Files are relative to the table's own."""
+    """A paper's table. Its paths are relative to the table's file."""
 
     name: str
     folder: Path
@@ -87,7 +87,7 @@ class AblationTable(Section):
 
 
 def load_table(name: str, base: Path | None = None) -> AblationTable:
-    """Read a table by its name or path; `base` replaces its own. Raises ConfigError."""
+    """Read a table by its name or path; `base` replaces the table's base. Raises ConfigError."""
     path = find_file(name, "table", SUFFIX)
     base_value = {} if base is None else {"base": base.absolute()}
     name = path.name.removesuffix(SUFFIX)
