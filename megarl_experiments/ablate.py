@@ -67,5 +67,5 @@ def ablate(
     from megarl_experiments import command
     from megarl_experiments.tables import Options
 
-    given = Options(folder, seeds or (), rows or [], jobs, limit, fresh, overrides, hours, most)
-    return command.ablate(name, base, into, given)
+    options = Options(folder, seeds or (), rows or [], jobs, limit, fresh, overrides, hours, most)
+    return command.ablate(name, base, into, options)

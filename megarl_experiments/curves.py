@@ -27,16 +27,16 @@ def write_page(result: Result, path: Path) -> None:
         draw_row(axes, row, result.full_row)
         if band(row.curves)[0]:
             finish(axes, "step", limits, False, steps)
-            grey = "" if row is result.full_row else f"; grey: {result.full}"
-            text = score_text(row.scores(result.last)) + grey
+            grey_text = "" if row is result.full_row else f"; grey: {result.full}"
+            text = score_text(row.scores(result.last)) + grey_text
             cards.append(page.figure(row.name, points_text(row, result.full_row), svg(fig), (), text))
     heads, rows = result.table()
-    marked = [(cells, any(cell in ("worse", "better") for cell in cells)) for cells in rows]
+    table_rows = [(cells, any(cell in ("worse", "better") for cell in cells)) for cells in rows]
     notes = "".join(f"<li>{escape(line)}</li>" for line in result.protocol())
     what = "Held-out accuracy by step: mean and standard deviation over seeds"
     body = [
         f"<h1>{escape(result.title)}</h1>",
-        page.section("Table", page.table(heads, marked), f'<ul class="look">{notes}</ul>'),
+        page.section("Table", page.table(heads, table_rows), f'<ul class="look">{notes}</ul>'),
         page.section(what, f'<div class="grid">{"".join(cards)}</div>' if cards else ""),
     ]
     path.write_text(page.document(result.title, body), encoding="utf-8")
@@ -45,11 +45,11 @@ def write_page(result: Result, path: Path) -> None:
 def write_png(result: Result, path: Path) -> None:
     """Write all rows as small figures with the same axes."""
     limits, steps = _axes_limits(result)
-    lines = -(-len(result.rows) // COLUMNS)
-    fig = Figure(figsize=(3.4 * COLUMNS, 2.25 * lines + 0.4), layout="constrained")
+    num_rows = -(-len(result.rows) // COLUMNS)
+    fig = Figure(figsize=(3.4 * COLUMNS, 2.25 * num_rows + 0.4), layout="constrained")
     what = "held-out accuracy by step, mean ± standard deviation over seeds"
     fig.suptitle(f"{result.title}: {what}; grey: {result.full}", fontsize=10, color=INK)
-    grid = list(fig.subplots(lines, COLUMNS, squeeze=False).flat)
+    grid = list(fig.subplots(num_rows, COLUMNS, squeeze=False).flat)
     for axes, row in zip(grid, result.rows, strict=False):
         draw_row(axes, row, result.full_row)
         axes.set(title=row.name, ylim=limits, xlim=steps)
@@ -67,8 +67,8 @@ def write_png(result: Result, path: Path) -> None:
 
 def draw_row(axes: Axes, row: RowResult, full: RowResult) -> None:
     """Plot the row in blue over the full system in grey."""
-    for shown, colour in ((row, GREY),) if row is full else ((full, GREY), (row, BLUE)):
-        steps, means, deviations = band(shown.curves)
+    for shown_row, colour in ((row, GREY),) if row is full else ((full, GREY), (row, BLUE)):
+        steps, means, deviations = band(shown_row.curves)
         if not steps:
             continue
         low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))

@@ -35,14 +35,14 @@ FIGURES = {  # file -> problem set, title
 
 def read_evaluations(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the accuracy and 95 % interval of each evaluation, problem set and task."""
-    answers: dict[tuple[int, str], list[float]] = {}
+    correct_by_set: dict[tuple[int, str], list[float]] = {}
     for answer in read_jsonl(run_dir / ANSWERS_FILE, lambda record: "step" in record).records:
         for name in {answer.get("set") or "all", answer.get("data_source") or "all"}:
-            answers.setdefault((answer["step"], name), []).append(float(answer["correct"]))
-    for (step, name), right in sorted(answers.items()):
-        low, high = interval(right, 1)
-        of = {"step": step, "of": name, "problems": len(right)}
-        yield {**of, "right": fmean(right), "low": low, "high": high}
+            correct_by_set.setdefault((answer["step"], name), []).append(float(answer["correct"]))
+    for (step, name), correct in sorted(correct_by_set.items()):
+        low, high = interval(correct, 1)
+        labels = {"step": step, "of": name, "problems": len(correct)}
+        yield {**labels, "right": fmean(correct), "low": low, "high": high}
 
 
 def read_steps(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -81,11 +81,14 @@ def truncate(curve: Curve, last: int) -> dict[str, Any]:
 
 def accumulate(curve: Curve, metric: str) -> tuple[list[float], list[float]]:
     """Return the total of `metric` up to each evaluation, and the accuracy there."""
-    points = [each for each in curve["evaluations"] if each["of"] == "all"]
-    before = curve["value_pretraining"][metric]
-    steps = [[s[metric] for s in curve["steps"] if s["step"] <= each["step"]] for each in points]
-    spent = [before * (each["step"] > 0) + sum(some) for each, some in zip(points, steps, strict=True)]
-    return spent, [each["right"] for each in points]
+    points = [point for point in curve["evaluations"] if point["of"] == "all"]
+    pretraining_cost = curve["value_pretraining"][metric]
+    step_costs = [[s[metric] for s in curve["steps"] if s["step"] <= point["step"]] for point in points]
+    total_costs = [
+        pretraining_cost * (point["step"] > 0) + sum(costs)
+        for point, costs in zip(points, step_costs, strict=True)
+    ]
+    return total_costs, [point["right"] for point in points]
 
 
 def replace_seconds(curve: Curve, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -99,19 +102,24 @@ def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[
     """Return the smallest final total of `metric` over runs, and row -> seed -> accuracy there.
 
     The accuracy is interpolated linearly. Old curves without costs are left out."""
-    full = {row: [run for run in runs if "value_pretraining" in run] for row, runs in rows.items()}
-    spent = {row: {run["seed"]: accumulate(run, metric) for run in runs} for row, runs in full.items()}
-    least = min((points[-1] for runs in spent.values() for points, _ in runs.values()), default=0.0)
-    return least, {
-        row: {seed: float(np.interp(least, *points)) for seed, points in runs.items()}
-        for row, runs in spent.items()
+    runs_with_costs = {row: [run for run in runs if "value_pretraining" in run] for row, runs in rows.items()}
+    points_by_row = {
+        row: {run["seed"]: accumulate(run, metric) for run in runs} for row, runs in runs_with_costs.items()
+    }
+    least_cost = min(
+        (points[-1] for runs in points_by_row.values() for points, _ in runs.values()), default=0.0
+    )
+    return least_cost, {
+        row: {seed: float(np.interp(least_cost, *points)) for seed, points in runs.items()}
+        for row, runs in points_by_row.items()
     }
 
 
 def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
     """Return seed -> accuracy of the last evaluation on set `of`."""
     return {
-        run["seed"]: [each["right"] for each in run["evaluations"] if each["of"] == of][-1] for run in runs
+        run["seed"]: [evaluation["right"] for evaluation in run["evaluations"] if evaluation["of"] == of][-1]
+        for run in runs
     }
 
 
@@ -127,9 +135,9 @@ def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]
 
 def compare_rows(scores: Mapping[str, Mapping[int, float]]) -> dict[str, Comparison]:
     """Compare rows with the first one, corrected by Holm."""
-    first, *others = scores
-    compared = {row: compare(scores[row], scores[first], first) for row in others}
-    comparisons = {row: one for row, one in compared.items() if one is not None}
+    baseline, *other_rows = scores
+    results = {row: compare(scores[row], scores[baseline], baseline) for row in other_rows}
+    comparisons = {row: comparison for row, comparison in results.items() if comparison is not None}
     return dict(zip(comparisons, correct_by_holm([*comparisons.values()]), strict=True))
 
 
@@ -140,7 +148,7 @@ def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") ->
     tokens, at_tokens = score_at_equal_cost(rows, "rollout/tokens")
     seconds, at_seconds = score_at_equal_cost(rows, "time/step")
     where, scores = score_rows(rows, equal)
-    compared = compare_rows(scores)
+    comparisons = compare_rows(scores)
     heads = [
         "",
         "after the last step",
@@ -152,15 +160,19 @@ def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") ->
     ]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row, runs in rows.items():
-        one = compared.get(row)
-        interval = "" if one is None or one.low is None else f" [{one.low:+.3f}, {one.high:+.3f}]"
+        comparison = comparisons.get(row)
+        interval_text = (
+            ""
+            if comparison is None or comparison.low is None
+            else f" [{comparison.low:+.3f}, {comparison.high:+.3f}]"
+        )
         cells = [
             row.replace("_", " "),
             score_text(score_at_end(runs)),
             score_text(at_tokens[row]),
             *([score_text(at_seconds[row])] if minutes else ()),
-            "" if one is None else f"{one.mean:+.3f}{interval}",
-            "" if one is None else one.verdict,
+            "" if comparison is None else f"{comparison.mean:+.3f}{interval_text}",
+            "" if comparison is None else comparison.verdict,
             score_text(score_at_end(runs, "basic_arithmetic")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -170,56 +182,76 @@ def format_table(rows: Rows, *, minutes: bool = False, equal: str = "tokens") ->
 def draw_table(rows: Rows, path: Path, equal: str = "tokens") -> None:
     """Plot accuracy by tokens, each seed's score, and the differences."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    over, each, difference = figure.subplots(1, 3, width_ratios=(3, 2, 2))
+    curve_axes, seed_axes, difference_axes = figure.subplots(1, 3, width_ratios=(3, 2, 2))
     where, scores = score_rows(rows, equal)
-    compared = compare_rows(scores)
+    comparisons = compare_rows(scores)
     names = [row.replace("_", " ") for row in rows]
-    for number, (row, runs) in enumerate(rows.items()):
-        full = [accumulate(curve, "rollout/tokens") for curve in runs if curve["seed"] in scores[row]]
-        if not full:
+    for position, (row, runs) in enumerate(rows.items()):
+        points = [accumulate(curve, "rollout/tokens") for curve in runs if curve["seed"] in scores[row]]
+        if not points:
             continue
-        spent, right = np.mean(full, axis=0)
-        style = {"color": plots.COLOURS[number % len(plots.COLOURS)], "linewidth": 1.5}
-        dashes = "-" if number < len(plots.COLOURS) else "--"
-        over.plot(spent / 1000, right, dashes, label=f"{names[number]} ({len(full)})", **style)
-        own = [*scores[row].values()]
-        each.plot(own, [number] * len(own), "o", color=style["color"], alpha=0.5, markersize=4)
-        each.plot(fmean(own), number, "|", color=style["color"], markersize=16)
-    for number, row in enumerate(rows):
-        if (one := compared.get(row)) and one.low is not None and one.high is not None:
-            errors = [[one.mean - one.low], [one.high - one.mean]]
+        tokens, accuracy = np.mean(points, axis=0)
+        style = {"color": plots.COLOURS[position % len(plots.COLOURS)], "linewidth": 1.5}
+        line_style = "-" if position < len(plots.COLOURS) else "--"
+        curve_axes.plot(
+            tokens / 1000, accuracy, line_style, label=f"{names[position]} ({len(points)})", **style
+        )
+        seed_scores = [*scores[row].values()]
+        seed_axes.plot(
+            seed_scores, [position] * len(seed_scores), "o", color=style["color"], alpha=0.5, markersize=4
+        )
+        seed_axes.plot(fmean(seed_scores), position, "|", color=style["color"], markersize=16)
+    for position, row in enumerate(rows):
+        if (
+            (comparison := comparisons.get(row))
+            and comparison.low is not None
+            and comparison.high is not None
+        ):
+            errors = [[comparison.mean - comparison.low], [comparison.high - comparison.mean]]
             style = {"fmt": "o", "color": plots.INK, "markersize": 4, "capsize": 3}
-            difference.errorbar(one.mean, number, xerr=errors, **style)
-    over.set(xlabel="thousand tokens sampled", ylabel="right answers, held-out problems", ylim=(0, None))
-    over.legend(fontsize=7)
-    each.set(xlabel=f"each seed and the mean,\n{where}")
-    difference.set(xlabel=f"difference to {names[0]},\n95 % interval")
-    difference.axvline(0, color=plots.MUTED, linewidth=0.8)
-    for axes, labels in ((each, names), (difference, [""] * len(names))):
+            difference_axes.errorbar(comparison.mean, position, xerr=errors, **style)
+    curve_axes.set(
+        xlabel="thousand tokens sampled", ylabel="right answers, held-out problems", ylim=(0, None)
+    )
+    curve_axes.legend(fontsize=7)
+    seed_axes.set(xlabel=f"each seed and the mean,\n{where}")
+    difference_axes.set(xlabel=f"difference to {names[0]},\n95 % interval")
+    difference_axes.axvline(0, color=plots.MUTED, linewidth=0.8)
+    for axes, labels in ((seed_axes, names), (difference_axes, [""] * len(names))):
         axes.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=labels)
-    for axes in (over, each, difference):
+    for axes in (curve_axes, seed_axes, difference_axes):
         axes.grid(color=plots.GRID)
     figure.savefig(path, dpi=150)
 
 
 def draw_curves(curves: Sequence[Curve], folder: Path) -> None:
     """Plot FIGURES: each recipe's mean, and each seed as a thin line."""
-    for name, (of, title) in FIGURES.items():
+    for name, (problem_set, title) in FIGURES.items():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for recipe, colour in zip(dict.fromkeys(c["recipe"] for c in curves), plots.COLOURS, strict=False):
-            seeds = [
-                {each["step"]: each["right"] for each in curve["evaluations"] if each["of"] == of}
+            seed_curves = [
+                {
+                    evaluation["step"]: evaluation["right"]
+                    for evaluation in curve["evaluations"]
+                    if evaluation["of"] == problem_set
+                }
                 for curve in curves
                 if curve["recipe"] == recipe
             ]
-            if not seeds:
+            if not seed_curves:
                 continue
-            for points in seeds:
+            for points in seed_curves:
                 axes.plot(list(points), list(points.values()), color=colour, linewidth=0.7, alpha=0.5)
-            shared = sorted(set.intersection(*map(set, seeds)))
-            mean = [fmean(points[step] for points in seeds) for step in shared]
-            axes.plot(shared, mean, color=colour, linewidth=2, label=f"{recipe.upper()}, {len(seeds)} seeds")
+            common_steps = sorted(set.intersection(*map(set, seed_curves)))
+            mean = [fmean(points[step] for points in seed_curves) for step in common_steps]
+            axes.plot(
+                common_steps,
+                mean,
+                color=colour,
+                linewidth=2,
+                label=f"{recipe.upper()}, {len(seed_curves)} seeds",
+            )
         axes.set(title=title, xlabel="rollout steps", ylim=(0, None))
         axes.grid(color=plots.GRID)
         axes.legend()

@@ -39,11 +39,11 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
 
     limit: seconds per job. Closing the generator ends the running jobs. Each has its own session, so that
     Ctrl-C reaches only the parent. Use the main thread: Linux ends a job with the thread that started it."""
-    waiting = iter(jobs)
+    remaining_jobs = iter(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with start times
     try:
         while True:
-            while len(running) < at_most and (job := next(waiting, None)) is not None:
+            while len(running) < at_most and (job := next(remaining_jobs, None)) is not None:
                 with open(job.log, "wb") as log:
                     process = subprocess.Popen(
                         [sys.executable, "-P", "-m", "megarl", *job.arguments, "--follow", str(os.getpid())],
@@ -56,10 +56,10 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
                 running.append((job, process, time.monotonic()))
             if not running:
                 return
-            for one in list(running):
-                job, process, started = one
+            for entry in list(running):
+                job, process, started = entry
                 if process.poll() is not None or time.monotonic() - started > limit:
-                    running.remove(one)
+                    running.remove(entry)
                     yield _end(job, process, started, limit)
             time.sleep(POLL)
     finally:
@@ -86,10 +86,10 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     """Send SIGTERM, and after GRACE seconds SIGKILL."""
     for process in processes:
         process.terminate()
-    end = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE
     for process in processes:
         try:
-            process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

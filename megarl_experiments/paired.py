@@ -33,9 +33,9 @@ def holm(ps: Sequence[float]) -> list[float]:
     """Return p-values after Holm's step-down correction.
 
     statsmodels' multipletests gives the same, but collects Python's garbage in each call."""
-    corrected, least = [0.0] * len(ps), 0.0
+    corrected, running_max = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        least = corrected[i] = max(least, min(1.0, ps[i] * (len(ps) - rank)))
+        running_max = corrected[i] = max(running_max, min(1.0, ps[i] * (len(ps) - rank)))
     return corrected
 
 
@@ -46,26 +46,26 @@ def sign_flip_p(differences: Sequence[float], exact: int = EXACT, samples: int =
     else of `samples` random ones. Counting the observed choice keeps p valid (Phipson and Smyth 2010).
     scipy.stats.permutation_test takes 300 times as long."""
     values = np.asarray(differences, dtype=np.float64)
-    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
+    observed_sum = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # ties stay ties in any order of sums
     if len(values) <= exact:
         sums = values[:1]  # both signs of the first give the same distances
         for value in values[1:]:
             sums = np.concatenate([sums + value, sums - value])
-        return float((np.abs(sums) >= observed).mean())
-    rng, beyond = np.random.default_rng(0), 1
+        return float((np.abs(sums) >= observed_sum).mean())
+    rng, num_extreme = np.random.default_rng(0), 1
     for _ in range(samples // 10_000):
         signs = rng.integers(0, 2, (10_000, len(values))) * 2.0 - 1
-        beyond += int((np.abs(signs @ values) >= observed).sum())
-    return beyond / (samples // 10_000 * 10_000 + 1)
+        num_extreme += int((np.abs(signs @ values) >= observed_sum).sum())
+    return num_extreme / (samples // 10_000 * 10_000 + 1)
 
 
 def equivalence_p(differences: Sequence[float], bound: float) -> float:
     """Return the p of |true mean| >= bound: the larger of two one-sided t-tests (Schuirmann 1987)."""
     if min(differences) == max(differences):
         return 0.0 if abs(differences[0]) < bound else 1.0
-    above = stats.ttest_1samp(differences, -bound, alternative="greater").pvalue
-    below = stats.ttest_1samp(differences, bound, alternative="less").pvalue
-    return float(max(above, below))
+    p_above = stats.ttest_1samp(differences, -bound, alternative="greater").pvalue
+    p_below = stats.ttest_1samp(differences, bound, alternative="less").pvalue
+    return float(max(p_above, p_below))
 
 
 def least_seeds(alpha: float) -> int:
@@ -92,13 +92,13 @@ def equivalence_power(n: int, bound: float, alpha: float) -> float:
     bound: in standard deviations. statsmodels lacks this function."""
     if n < 2:
         return 0.0
-    critical, reach = stats.t.isf(alpha, n - 1), bound * math.sqrt(n)
+    critical_t, reach = stats.t.isf(alpha, n - 1), bound * math.sqrt(n)
     spread = stats.chi(n - 1, scale=(n - 1) ** -0.5)
     # Without tight limits the quadrature could miss the probability.
-    low, high = spread.ppf(1e-13), min(spread.isf(1e-13), reach / critical)
+    low, high = spread.ppf(1e-13), min(spread.isf(1e-13), reach / critical_t)
     if low >= high:
         return 0.0
-    return float(spread.expect(lambda s: 2 * stats.norm.cdf(reach - critical * s) - 1, lb=low, ub=high))
+    return float(spread.expect(lambda s: 2 * stats.norm.cdf(reach - critical_t * s) - 1, lb=low, ub=high))
 
 
 def seeds_needed(chance: Callable[[int], float], wanted: float, most: int = 2000) -> int | None:

@@ -75,11 +75,11 @@ class ProtocolRow(Section):
 
     def arms(self, curves: Mapping[Arm, Curve]) -> tuple[dict[int, Curve], dict[int, Curve]]:
         """Return seed -> curve of `row` and of `against`."""
-        own, its = (
+        row_curves, against_curves = (
             {seed: curve for (task, name, seed), curve in curves.items() if (task, name) == (self.task, arm)}
             for arm in (self.row, self.against)
         )
-        return own, its
+        return row_curves, against_curves
 
 
 class Protocol(Section):
@@ -103,8 +103,8 @@ class Protocol(Section):
     def _consistent(self) -> Protocol:
         for row in self.rows:
             if row.task not in self.tasks:
-                known = ", ".join(self.tasks)
-                raise ValueError(f"rows: {row.row}: no such task: {row.task} (one of {known})")
+                task_names = ", ".join(self.tasks)
+                raise ValueError(f"rows: {row.row}: no such task: {row.task} (one of {task_names})")
             if row.row == row.against:
                 raise ValueError(f"rows: {row.row}: against: must be another row")
         if len({row.row for row in self.rows}) < len(self.rows):
@@ -150,7 +150,7 @@ class Protocol(Section):
         for name in (name for row in self.rows for name in (row.row, row.against)):
             if name not in {row.name for row in table.rows}:
                 raise ConfigError(f"{self.path}: rows: {name}: no such row in {self.table}")
-        found = {}
+        table_by_task = {}
         for name, task in self.tasks.items():
             common = (f"rollout.max_response_tokens={task.max_response_tokens}", *task.overrides)
             rows = [row.model_copy(update={"overrides": (*common, *row.overrides)}) for row in table.rows]
@@ -162,8 +162,8 @@ class Protocol(Section):
             update |= {"task": TASK, "knobs": task.given}
             update |= {"seconds": task.seconds, "warm_start_seconds": task.warm_start_seconds}
             update["warm_start"] = self.folder.absolute() / (task.warm_start or self.warm_start)
-            found[name] = table.model_copy(update=update)
-        return found
+            table_by_task[name] = table.model_copy(update=update)
+        return table_by_task
 
 
 def is_protocol(name: str) -> bool:
@@ -174,15 +174,15 @@ def is_protocol(name: str) -> bool:
 def load_protocol(name: str) -> Protocol:
     """Read a protocol by its name or path. Raises ConfigError."""
     path = find_file(name, "protocol", ".yaml")
-    given: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
+    values: Settings = {"name": path.name.removesuffix(".yaml"), "folder": path.parent}
     content = read_yaml(path)
     if isinstance(shared := content.get("shared"), str) and isinstance(content.get("tasks"), dict):
-        known = read_section(SharedTasks, path.parent / shared, {}).model_dump(exclude_unset=True)["tasks"]
-        given["tasks"] = {
-            task: {**known.get(task, {}), **own} if isinstance(own, dict) else own
-            for task, own in content["tasks"].items()
+        tasks = read_section(SharedTasks, path.parent / shared, {}).model_dump(exclude_unset=True)["tasks"]
+        values["tasks"] = {
+            task: {**tasks.get(task, {}), **override} if isinstance(override, dict) else override
+            for task, override in content["tasks"].items()
         }
-    return read_section(Protocol, path, given)
+    return read_section(Protocol, path, values)
 
 
 @dataclass(frozen=True)
@@ -234,20 +234,20 @@ class RowOutcome:
 
 def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float], level: float) -> RowOutcome:
     """Compute a row's interval and, if all `seeds` have run, its uncorrected tests."""
-    one, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
+    outcome, values, n = RowOutcome(row, seeds, differences), [*differences.values()], len(differences)
     if not values:
-        return one
-    one = replace(one, mean=statistics.fmean(values))
+        return outcome
+    outcome = replace(outcome, mean=statistics.fmean(values))
     if n < 2:
-        return one
+        return outcome
     deviation = statistics.stdev(values)
     low, high, _ = paired.paired_t(values, LEVEL)
-    one = replace(one, low=low, high=high)
+    outcome = replace(outcome, low=low, high=high)
     if {*differences} != {*seeds}:
-        return one
+        return outcome
     detectable = paired.smallest_detectable(n, level, POWER) * deviation if deviation else math.inf
     return replace(
-        one,
+        outcome,
         detectable=detectable if math.isfinite(detectable) else None,
         p=paired.sign_flip_p(values),
         equivalence=paired.equivalence_p(values, row.bound),
@@ -256,8 +256,11 @@ def measure_row(row: ProtocolRow, seeds: range, differences: Mapping[int, float]
 
 def correct_by_holm(outcomes: Sequence[RowOutcome]) -> list[RowOutcome]:
     """Apply Holm's correction. Unfinished rows count as p = 1, so that no verdict changes later."""
-    ps = paired.holm([1.0 if one.p is None else one.p for one in outcomes])
-    return [one if one.p is None else replace(one, holm=p) for one, p in zip(outcomes, ps, strict=True)]
+    ps = paired.holm([1.0 if outcome.p is None else outcome.p for outcome in outcomes])
+    return [
+        outcome if outcome.p is None else replace(outcome, holm=p)
+        for outcome, p in zip(outcomes, ps, strict=True)
+    ]
 
 
 def decide_rows(
@@ -266,18 +269,25 @@ def decide_rows(
     """Return each row's outcome. papers: points of the table's rows."""
     outcomes = []
     for row in protocol.rows:
-        own, its = row.arms(curves)
-        both = sorted(own.keys() & its.keys())
-        differences = {seed: protocol.score(own[seed]) - protocol.score(its[seed]) for seed in both}
-        one = measure_row(row, protocol.fresh_seeds, differences, protocol.level)
-        if both:
-            name = "curve" if protocol.statistic == "last" else "last"
-            others = [protocol.score(own[seed], name) - protocol.score(its[seed], name) for seed in both]
-            one = replace(one, other=statistics.fmean(others))
-        points, other_points = papers[row.row], papers[row.against]
-        if points is not None and other_points is not None:
-            one = replace(one, paper=points - other_points)
-        outcomes.append(one)
+        row_curves, against_curves = row.arms(curves)
+        common_seeds = sorted(row_curves.keys() & against_curves.keys())
+        differences = {
+            seed: protocol.score(row_curves[seed]) - protocol.score(against_curves[seed])
+            for seed in common_seeds
+        }
+        outcome = measure_row(row, protocol.fresh_seeds, differences, protocol.level)
+        if common_seeds:
+            other_statistic = "curve" if protocol.statistic == "last" else "last"
+            other_differences = [
+                protocol.score(row_curves[seed], other_statistic)
+                - protocol.score(against_curves[seed], other_statistic)
+                for seed in common_seeds
+            ]
+            outcome = replace(outcome, other=statistics.fmean(other_differences))
+        points, against_points = papers[row.row], papers[row.against]
+        if points is not None and against_points is not None:
+            outcome = replace(outcome, paper=points - against_points)
+        outcomes.append(outcome)
     return correct_by_holm(outcomes)
 
 
@@ -296,23 +306,25 @@ class Power:
 
 
 def estimate_power(protocol: Protocol, tried: Sequence[Mapping[str, Any]]) -> list[Power]:
-    """Return each row's power from the entries of `read_tried` with the protocol's own settings."""
+    """Return each row's power from `read_tried` entries with the protocol's settings and no overrides."""
     powers, level = [], protocol.level
     for row in protocol.rows:
         setting = json.loads(json.dumps(protocol.setting(row)))
-        entries = [one["differences"] for one in tried if (one["row"], one["setting"]) == (row.row, setting)]
-        values = [d for differences in entries for d in differences.values() if d is not None]
+        logged_differences = [
+            one["differences"] for one in tried if (one["row"], one["setting"]) == (row.row, setting)
+        ]
+        values = [d for differences in logged_differences for d in differences.values() if d is not None]
         one = Power(row, len(values))
         if len(values) > 1 and (deviation := statistics.stdev(values)) > 0:
-            size = row.bound / deviation
+            bound_in_deviations = row.bound / deviation
             detectable = paired.smallest_detectable(protocol.seeds, level, POWER) * deviation
-            difference = partial(paired.power, effect=size, alpha=level)
-            equivalence = partial(paired.equivalence_power, bound=size, alpha=LEVEL / 2)
+            difference_power = partial(paired.power, effect=bound_in_deviations, alpha=level)
+            equivalence_power = partial(paired.equivalence_power, bound=bound_in_deviations, alpha=LEVEL / 2)
             one = replace(
                 one,
                 deviation=deviation,
-                for_difference=paired.seeds_needed(difference, POWER),
-                for_equivalence=paired.seeds_needed(equivalence, POWER),
+                for_difference=paired.seeds_needed(difference_power, POWER),
+                for_equivalence=paired.seeds_needed(equivalence_power, POWER),
                 detectable=detectable if math.isfinite(detectable) else None,
             )
         powers.append(one)
@@ -323,15 +335,21 @@ def log_tried(
     protocol: Protocol, outcomes: Sequence[RowOutcome], overrides: Sequence[str], code: str
 ) -> None:
     """Append new differences of tuning seeds to the protocol's log, one line per row."""
-    known, lines = read_tried(protocol.tried), []
-    for one in outcomes:
-        what = {"row": one.row.row, "setting": protocol.setting(one.row, overrides)}
-        what = json.loads(json.dumps(what))
-        differences = {str(seed): difference for seed, difference in one.differences.items()}
-        logged = [old["differences"].items() for old in known if what == {key: old[key] for key in what}]
-        if differences and not any(differences.items() <= old for old in logged):
+    entries, lines = read_tried(protocol.tried), []
+    for outcome in outcomes:
+        row_setting = {"row": outcome.row.row, "setting": protocol.setting(outcome.row, overrides)}
+        row_setting = json.loads(json.dumps(row_setting))
+        differences = {str(seed): difference for seed, difference in outcome.differences.items()}
+        logged_differences = [
+            old["differences"].items()
+            for old in entries
+            if row_setting == {key: old[key] for key in row_setting}
+        ]
+        if differences and not any(differences.items() <= old for old in logged_differences):
             when = datetime.now(UTC).isoformat(timespec="seconds")
-            lines.append(json.dumps({"when": when, "code": code, **what, "differences": differences}) + "\n")
+            lines.append(
+                json.dumps({"when": when, "code": code, **row_setting, "differences": differences}) + "\n"
+            )
     try:
         with open(protocol.tried, "a", encoding="utf-8") as file:
             file.writelines(lines)
@@ -344,14 +362,14 @@ def read_tried(path: Path) -> list[dict[str, Any]]:
     """Return the log's last entry per row and setting, with all seeds' differences.
 
     Raises ConfigError for a malformed line."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             key = json.dumps([entry["row"], entry["setting"]], sort_keys=True)
-            before = found.pop(key, {"differences": {}})
-            found[key] = {**entry, "differences": {**before["differences"], **entry["differences"]}}
+            old_entry = entries.pop(key, {"differences": {}})
+            entries[key] = {**entry, "differences": {**old_entry["differences"], **entry["differences"]}}
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: line {number}: not a log entry. Repair or remove it.") from None
-    return [*found.values()]
+    return [*entries.values()]

@@ -79,25 +79,29 @@ class Result:
 
     def comparisons(self, kind: str) -> dict[str, Comparison]:
         """Return row -> comparison of this kind, corrected by Holm."""
-        found = {}
+        comparison_by_row = {}
         for i, row in enumerate(self.rows):
-            other = self.full_row if kind == "full" else self.rows[i - 1] if i else row
-            compared = compare(row.scores(self.last), other.scores(self.last), other.name)
-            if other is not row and compared:
-                found[row.name] = compared
-        return dict(zip(found, correct_by_holm([*found.values()]), strict=True))
+            other_row = self.full_row if kind == "full" else self.rows[i - 1] if i else row
+            comparison = compare(row.scores(self.last), other_row.scores(self.last), other_row.name)
+            if other_row is not row and comparison:
+                comparison_by_row[row.name] = comparison
+        return dict(zip(comparison_by_row, correct_by_holm([*comparison_by_row.values()]), strict=True))
 
     def record(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
-        compared = {kind: self.comparisons(kind) for kind in self.kinds}
+        comparisons_by_kind = {kind: self.comparisons(kind) for kind in self.kinds}
         rows = []
         for row in self.rows:
             scores = row.scores(self.last)
             mean, deviation = spread(scores)
-            own = {kind: found[row.name] for kind, found in compared.items() if row.name in found}
+            tests = {
+                kind: comparisons[row.name]
+                for kind, comparisons in comparisons_by_kind.items()
+                if row.name in comparisons
+            }
             rows.append(
                 {"name": row.name, "paper": row.paper, "mean": mean, "std": deviation, "scores": scores}
-                | {"comparisons": {kind: {**vars(c), "verdict": c.verdict} for kind, c in own.items()}}
+                | {"comparisons": {kind: {**vars(c), "verdict": c.verdict} for kind, c in tests.items()}}
                 | {"curves": row.curves, "seconds": row.seconds}
             )
         return {"title": self.title, "full": self.full, "last": self.last, **self.facts, "rows": rows}
@@ -107,18 +111,18 @@ class Result:
         heads = ["row", "paper: AIME 2024, 32B", "accuracy here"]
         for kind in self.kinds:
             heads += [f"difference to {AGAINST[kind]}", "p", "p, Holm", "verdict"]
-        compared = [self.comparisons(kind) for kind in self.kinds]
+        comparisons_by_kind = [self.comparisons(kind) for kind in self.kinds]
         rows = []
         for row in self.rows:
             paper = "-" if row.paper is None else f"{row.paper:g}"
             cells = [row.name, paper, score_text(row.scores(self.last))]
-            for found in compared:
-                if one := found.get(row.name):
-                    interval = f" [{one.low:+.3f}, {one.high:+.3f}]" if one.low is not None else ""
-                    cells.append(f"{one.mean:+.3f}{interval}")
-                    for p in (one.p, one.holm):
+            for comparisons in comparisons_by_kind:
+                if test := comparisons.get(row.name):
+                    interval = f" [{test.low:+.3f}, {test.high:+.3f}]" if test.low is not None else ""
+                    cells.append(f"{test.mean:+.3f}{interval}")
+                    for p in (test.p, test.holm):
                         cells.append("" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}")
-                    cells.append(one.verdict)
+                    cells.append(test.verdict)
                 else:
                     cells += [""] * 4
             rows.append(cells)

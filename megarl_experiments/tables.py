@@ -51,7 +51,7 @@ class AblationRow(Section):
 
 
 class AblationTable(Section):
-    """A paper's table. Files are relative to the table's own."""
+    """A paper's table. Its paths are relative to the table's file."""
 
     name: str
     folder: Path
@@ -87,11 +87,11 @@ class AblationTable(Section):
 
 
 def load_table(name: str, base: Path | None = None) -> AblationTable:
-    """Read a table by its name or path; `base` replaces its own. Raises ConfigError."""
+    """Read a table by its name or path; `base` replaces the table's base. Raises ConfigError."""
     path = find_file(name, "table", SUFFIX)
-    given = {} if base is None else {"base": base.absolute()}
+    base_value = {} if base is None else {"base": base.absolute()}
     name = path.name.removesuffix(SUFFIX)
-    return read_section(AblationTable, path, {"name": name, "folder": path.parent, **given})
+    return read_section(AblationTable, path, {"name": name, "folder": path.parent, **base_value})
 
 
 def find_file(name: str, kind: str, ending: str) -> Path:
@@ -99,9 +99,9 @@ def find_file(name: str, kind: str, ending: str) -> Path:
     folder = Path("configs/ablations")
     path = Path(name) if name.endswith(".yaml") else config_file(folder / f"{name}{ending}")
     if not name.endswith(".yaml") and not path.is_file():
-        files = [file for place in (PACKAGE / folder, folder) for file in place.glob(f"*.{kind}.yaml")]
-        known = ", ".join(sorted({file.name.removesuffix(ending) for file in files}))
-        what = f"no such {kind} (one of {known}, or the path of a .{kind}.yaml file)"
+        files = [file for root in (PACKAGE / folder, folder) for file in root.glob(f"*.{kind}.yaml")]
+        names = ", ".join(sorted({file.name.removesuffix(ending) for file in files}))
+        what = f"no such {kind} (one of {names}, or the path of a .{kind}.yaml file)"
         raise ConfigError(f"TABLE: {name}: {what}")
     return path
 
@@ -111,9 +111,9 @@ def read_section(kind: type[AnySection], path: Path, given: dict[str, Any]) -> A
     try:
         return kind.model_validate({**read_yaml(path), **given})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        problem = first["msg"].removeprefix("Value error, ")
+        first_error = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first_error["loc"]))
+        problem = first_error["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{path}: {key + ': ' if key else ''}{problem}") from None
 
 
@@ -166,11 +166,13 @@ class Planned:
 
     def usual_seconds(self) -> float | None:
         """Estimate seconds: the median of similar finished runs, else the table's value."""
-        own, pattern = (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
-        for runs in (own.glob(pattern), own.parent.glob(f"*/{pattern}")):
+        runs_folder, pattern = (
+            (self.folder.parent, "seed-*") if self.row else (self.folder.parents[1], "seed-*/sft")
+        )
+        for runs in (runs_folder.glob(pattern), runs_folder.parent.glob(f"*/{pattern}")):
             seconds = [read_mark(run).get("seconds") for run in runs if (run / MARK).is_file()]
-            if known := [s for s in seconds if s is not None]:
-                return statistics.median(known)
+            if known_seconds := [s for s in seconds if s is not None]:
+                return statistics.median(known_seconds)
         return self.table.seconds if self.row else self.table.warm_start_seconds
 
     def seconds(self) -> float | None:
@@ -185,9 +187,11 @@ class Planned:
         seconds = self.mark().get("seconds")
         if seconds is None:
             return None
-        hf = self.folder / "hf" / "config.json"
-        ended = hf.is_file() if self.config.recipe == SUPERVISED else self.config.steps in self.curve()
-        return seconds if ended else None
+        hf_config = self.folder / "hf" / "config.json"
+        is_finished = (
+            hf_config.is_file() if self.config.recipe == SUPERVISED else self.config.steps in self.curve()
+        )
+        return seconds if is_finished else None
 
     def curve(self) -> dict[int, float]:
         """Return step -> accuracy on the held-out problems."""
@@ -197,13 +201,18 @@ class Planned:
     def changed(self) -> str:
         """Describe settings and inputs that differ from the finished run's; empty if none."""
         try:
-            then, now = list_settings(load_config(self.folder / PLAN)), list_settings(self.config)
+            old_settings, new_settings = (
+                list_settings(load_config(self.folder / PLAN)),
+                list_settings(self.config),
+            )
         except ConfigError as error:
             return str(error)
-        keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        keys = [
+            key for key in {**old_settings, **new_settings} if old_settings.get(key) != new_settings.get(key)
+        ]
         if not keys and self.mark().get("inputs") != checksum_inputs(self.config):
             return "its model or data"
-        return "; ".join(f"{key} {then.get(key)}, now {now.get(key)}" for key in keys)
+        return "; ".join(f"{key} {old_settings.get(key)}, now {new_settings.get(key)}" for key in keys)
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
@@ -249,32 +258,32 @@ def task_writer(name: str) -> Callable[..., None]:
     """Import `module:function`. Raises ConfigError if it does not exist."""
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+        writer: Callable[..., None] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task: {name}: {error} (it must be module:function)") from None
-    return found
+    return writer
 
 
 def make_task(table: AblationTable, settings: Options, seed: int) -> None:
     """Write a task. Raises ConfigError if a different one exists, unless --fresh."""
     task = settings.seed_folder(table, seed) / "task"
-    made = task.with_name("task.new")
-    shutil.rmtree(made, ignore_errors=True)
-    task_writer(table.task)(made, seed, **table.knobs)
+    new_task = task.with_name("task.new")
+    shutil.rmtree(new_task, ignore_errors=True)
+    task_writer(table.task)(new_task, seed, **table.knobs)
 
-    def contents(folder: Path) -> dict[Path, bytes]:
+    def read_contents(folder: Path) -> dict[Path, bytes]:
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder): path.read_bytes() for path in files}
 
-    if task.exists() and contents(task) != contents(made):
+    if task.exists() and read_contents(task) != read_contents(new_task):
         if not settings.fresh:
             problem = f"differs from the task that {table.task} makes today"
             raise ConfigError(f"{task}: {problem} (give --fresh to start over, or another --folder)")
         shutil.rmtree(task)
     if task.exists():
-        shutil.rmtree(made)
+        shutil.rmtree(new_task)
     else:
-        made.rename(task)
+        new_task.rename(task)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -66,23 +66,23 @@ class ControllerLink:
         answer = None
         if self.runtime.rank == 0:
             answer = self._loop.run_until_complete(self._receive(seconds))
-        short = answer
+        short_answer = answer
         if isinstance(answer, m.EvaluationScores):
-            short = msgspec.structs.replace(answer, answers=[])
-        shared: m.Message | None = broadcast_from_rank_0(self.runtime, short, m.Answer | None)
-        return answer or shared
+            short_answer = msgspec.structs.replace(answer, answers=[])
+        result: m.Message | None = broadcast_from_rank_0(self.runtime, short_answer, m.Answer | None)
+        return answer or result
 
     async def _receive(self, seconds: float) -> m.Message | None:
-        store, end = self.runtime.store, time.monotonic() + seconds
+        store, deadline = self.runtime.store, time.monotonic() + seconds
         assert store is not None
         while self._link is None:
             if store.has(ADDRESS):
                 self._link = m.Link(self._context, store.get(ADDRESS), m.TRAINER)
                 await self._link.send(m.SendDataReports())
-            elif time.monotonic() > end:
+            elif time.monotonic() > deadline:
                 return None
             await asyncio.sleep(POLL)
-        return await self._link.receive(max(0.0, end - time.monotonic()))
+        return await self._link.receive(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         async def close_link() -> None:
@@ -167,17 +167,17 @@ class RemoteGeneration(BatchSource):
         if self.runtime.rank == 0:  # later rollouts belong to another start
             remove_rollouts(rollouts_folder(self.config), done + 1)
         for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
-            stored = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
-            if stored is not None and broadcast_from_rank_0(self.runtime, stored.exists(), bool):
-                self._send(m.ReuseStoredRollout(str(stored), number))
+            rollout_dir = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
+            if rollout_dir is not None and broadcast_from_rank_0(self.runtime, rollout_dir.exists(), bool):
+                self._send(m.ReuseStoredRollout(str(rollout_dir), number))
             else:
                 self._send(m.CollectRollout(TRAIN, number, done))
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
         """Order the next rollout. unfinished: step of an incomplete checkpoint, which needs later ones"""
-        number, kept = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
+        number, last_unneeded = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
         if number <= self.steps:
-            order = m.CollectRollout(TRAIN, number, kept)
+            order = m.CollectRollout(TRAIN, number, last_unneeded)
             self._orders_after_transfer.append(order) if self.pending is not None else self._send(order)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
@@ -209,8 +209,8 @@ class RemoteGeneration(BatchSource):
     def snapshot(self) -> dict[str, Any]:
         """Return the manifest (with samplers' state) of the last rollout in flight."""
         stage, number = self._last
-        last = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
-        return {"batch": self._manifest(stage, last)}
+        last_step = number if stage == PRETRAINING else min(number + self.ahead, self.steps)
+        return {"batch": self._manifest(stage, last_step)}
 
     def join(self, shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         manifest = wait_for_file(shares[0]["batch"], self.config.watchdog.limit)
@@ -224,8 +224,8 @@ class RemoteGeneration(BatchSource):
         self._send(m.RewindTo(step, stage))
 
     def files(self, step: int) -> list[Path]:
-        limit, last = self.config.watchdog.limit, min(step + self.ahead, self.steps)
-        manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last + 1)]
+        limit, last_step = self.config.watchdog.limit, min(step + self.ahead, self.steps)
+        manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last_step + 1)]
         return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
     def wait_for_files(self, step: int) -> None:
@@ -238,9 +238,9 @@ class RemoteGeneration(BatchSource):
 
 
 def wait_for_file(path: Path, seconds: float) -> Path:
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not path.exists():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{path}: has not appeared within {seconds:g} s (run_dir must be visible on all nodes)"
             )
@@ -272,7 +272,7 @@ class EngineRank:
             assert self.runtime.store is not None
             self.runtime.store.set(ADDRESS, rollout_rank.address)
 
-        def enter(phase: str, *place: Any) -> None:
+        def enter_phase(phase: str, *place: Any) -> None:
             watchdog.phase(phase, *place)
             if place:
                 timeline.step(*place)
@@ -288,11 +288,11 @@ class EngineRank:
                 case m.SendDataReports():
                     rollout_rank.answer(m.DataReports(dict(generation.reports)))
                 case m.TransferWeights(version):
-                    enter("weight_transfer", TRAIN, version)
+                    enter_phase("weight_transfer", TRAIN, version)
                     with self.profiler.phase("weight_transfer"):
                         self.weight_sync.sync(version)
                 case m.CollectRollout(stage, number, done):
-                    enter("rollout", stage, number)
+                    enter_phase("rollout", stage, number)
                     rollout_rank.answer(self._collect(stage, number, done))
                 case m.ReuseStoredRollout(source, number):
                     rollout_rank.answer(self._reuse(Path(source), number))
@@ -301,7 +301,7 @@ class EngineRank:
                 case m.LoadState(state):
                     generation.load_state_dict(json.loads(state))
                 case m.RunEvaluation(step):
-                    enter("evaluation")
+                    enter_phase("evaluation")
                     stats, answers = generation.evaluate(step)
                     rollout_rank.answer(m.EvaluationScores(stats, list(answers) if is_first else []))
                 case m.Shutdown():

@@ -48,8 +48,8 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
         checkpoint, skipped = find_checkpoint(given)
         if checkpoint is None:
             hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
-            none = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
-            raise CheckpointError("; ".join([none, *skipped]))
+            problem = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
+            raise CheckpointError("; ".join([problem, *skipped]))
     elif (given / MANIFEST).exists() or given.name.startswith("."):
         checkpoint = open_checkpoint(given)
     else:
@@ -63,8 +63,8 @@ def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None
             f"model.path: {description}: no such file "
             f"(it describes the model whose weights are in {checkpoint.path})"
         )
-    written = checkpoint.settings.get("model.path/config.json")
-    if written is not None and written != hash_file(description):
+    recorded_hash = checkpoint.settings.get("model.path/config.json")
+    if recorded_hash is not None and recorded_hash != hash_file(description):
         raise CheckpointError(
             f"--checkpoint: {checkpoint.path}: was written with another model than model.path describes, "
             f"{description} (use the run's configuration)"
@@ -102,15 +102,15 @@ class Evaluation:
         return self.weights or self.config.model.path
 
     def answer(self) -> EvaluationResult:
-        reward, held_out = self.config.reward, self.config.data.model_copy(update={"train": ()})
-        own = own_verifiers(held_out)
+        reward, eval_data = self.config.reward, self.config.data.model_copy(update={"train": ()})
+        entry_verifiers = own_verifiers(eval_data)
         limits = reward.workers, reward.timeout, reward.memory
-        with VerifierPool(reward.verifier, *limits, own=own, sandbox=reward.sandbox) as verifiers:
-            rank = RolloutRank(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
+        with VerifierPool(reward.verifier, *limits, own=entry_verifiers, sandbox=reward.sandbox) as verifiers:
+            rollout_rank = RolloutRank(self.config, self.runtime, self.engine, verifiers, self.tokenizer)
             try:
-                return EvaluationResult(rank.evaluate(self.sets))
+                return EvaluationResult(rollout_rank.evaluate(self.sets))
             finally:
-                rank.close()
+                rollout_rank.close()
 
     def close(self) -> None:
         self.engine.stop()

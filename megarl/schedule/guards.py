@@ -63,13 +63,13 @@ class Guards:
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
-        frequent = max(errors, key=lambda error: errors[error], default="see the steps before")
+        frequent_error = max(errors, key=lambda error: errors[error], default="see the steps before")
         if share != 1:
             ungraded = metrics.get("reward/ungraded", 0.0)
-            left_out = f"{ungraded:.1%} of the responses could not be graded and are left out"
-            return [f"{left_out}; the most frequent failure: {frequent}"] if ungraded else []
+            ungraded_text = f"{ungraded:.1%} of the responses could not be graded and are left out"
+            return [f"{ungraded_text}; the most frequent failure: {frequent_error}"] if ungraded else []
         count = f"{self.unverified} of at most {self.config.unverified_steps} steps in a row"
-        return [f"every response has an error; the most frequent: {frequent} ({count})"]
+        return [f"every response has an error; the most frequent: {frequent_error} ({count})"]
 
     def check_graded(self) -> None:
         if self.unverified >= self.config.unverified_steps:
@@ -86,8 +86,8 @@ class Guards:
         entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
         error = metrics.get("response/length_error", 0.0)  # unknown with one prompt
         if entropy is not None and limits.entropy_low is not None and entropy < limits.entropy_low:
-            low = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
-            lines.append(f"alarm: policy/entropy {low}: the policy collapses")
+            entropy_text = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
+            lines.append(f"alarm: policy/entropy {entropy_text}: the policy collapses")
         if limits.length_growth is not None and length is not None:
             lines += self._check_growth(length, error, limits.length_growth)
         for key, limit, share in (
@@ -101,33 +101,33 @@ class Guards:
                 self.highest[key] = value
                 self.longest = error if is_length else self.longest
             highest = self.highest[key]
-            collapsed = share is not None and value < share * highest
-            if collapsed and key not in self.collapsed:
+            has_collapsed = share is not None and value < share * highest
+            if has_collapsed and key not in self.collapsed:
                 if is_length and not _differ((value, error), (highest, self.longest)):
                     continue
-                below = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
-                lines.append(f"alarm: {key} {below}, the highest of the run: it collapses")
-            (self.collapsed.add if collapsed else self.collapsed.discard)(key)
+                collapse_text = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
+                lines.append(f"alarm: {key} {collapse_text}, the highest of the run: it collapses")
+            (self.collapsed.add if has_collapsed else self.collapsed.discard)(key)
         for key in ("policy/clip_fraction_low", "policy/clip_fraction_high"):
             if limits.clip_fraction is not None and metrics.get(key, 0.0) > limits.clip_fraction:
-                above = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"
-                lines.append(f"alarm: {key} {above}: updates leave the trust region")
+                clip_text = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"
+                lines.append(f"alarm: {key} {clip_text}: updates leave the trust region")
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
         """Return an alarm if lengths grow. Average those that may be noise with later ones."""
-        before, lines = self.length, list[str]()
-        if before is not None and length > growth * before[0] > 0:
+        baseline, lines = self.length, list[str]()
+        if baseline is not None and length > growth * baseline[0] > 0:
             steps, total, squares = self.longer
             self.longer = steps, total, squares = steps + 1, total + length, squares + error**2
             mean = total / steps
-            if not _differ((mean, math.sqrt(squares) / steps), before):
+            if not _differ((mean, math.sqrt(squares) / steps), baseline):
                 return []
-            more = f"{mean:.4g} is more than guard.length_growth {growth:g} x {before[0]:.4g}"
-            lines.append(f"alarm: response/length_mean {more}, the steps before: responses explode")
-            before = None
+            growth_text = f"{mean:.4g} is more than guard.length_growth {growth:g} x {baseline[0]:.4g}"
+            lines.append(f"alarm: response/length_mean {growth_text}, the steps before: responses explode")
+            baseline = None
         self.longer = 0, 0.0, 0.0
-        average = before and ((length + before[0]) / 2, math.hypot(error, before[1]) / 2)
+        average = baseline and ((length + baseline[0]) / 2, math.hypot(error, baseline[1]) / 2)
         self.length = average or (length, error)
         return lines
 
@@ -142,16 +142,16 @@ def _differ(one: tuple[float, float], other: tuple[float, float]) -> bool:
 def keep_failed_batch(run: Run, step: Step, phase: str, error: NumericalError) -> NumericalError:
     """Write the batch to run_dir/failed, and add the place to the error."""
     folder, batch = run.config.run_dir / "failed", step.batch
-    parts = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
+    columns = {name: getattr(batch, name) for name in ("tokens", "cu_seqlens", "response_mask")}
     path = folder / f"{step.stage}-{step.number:06d}-rank{run.runtime.rank}.pt"
-    content, missing = BytesIO(), True
-    torch.save({**parts, **batch.columns}, content)  # to memory: torch hides a disk's errors
+    content, is_missing = BytesIO(), True
+    torch.save({**columns, **batch.columns}, content)  # to memory: torch hides a disk's errors
     with run.dispensable.file(path):
         folder.mkdir(exist_ok=True)
         write_atomic(path, content.getvalue())
-        missing = False
+        is_missing = False
     # Wait for all ranks: when one ends, the launcher ends the others.
-    place = "could not be written to" if any_rank(run.runtime, missing) else "is in"
-    located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {place} {folder}")
+    location = "could not be written to" if any_rank(run.runtime, is_missing) else "is in"
+    located = NumericalError(f"step {step.number}, phase {phase}: {error}; the batch {location} {folder}")
     located.fatal = error.fatal
     return located

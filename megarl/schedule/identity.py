@@ -22,8 +22,8 @@ PATHS = ("run_dir", "model.path", "data.train", "data.eval")  # compared by thei
 
 def identity(config: Config) -> dict[str, Any]:
     """Return a run's identity."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = [line for line in cpu if line.startswith("model name")]
+    cpu_lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line for line in cpu_lines if line.startswith("model name")]
     return {
         "settings": list_settings(config),
         "inputs": checksum_inputs(config),

@@ -59,29 +59,29 @@ class Listeners(Listener):
         self._all = listeners
 
     def run(self) -> AbstractContextManager[None]:
-        return _combine([one.run() for one in self._all])
+        return _combine([listener.run() for listener in self._all])
 
     def step(self, step: Step) -> AbstractContextManager[None]:
-        return _combine([one.step(step) for one in self._all])
+        return _combine([listener.step(step) for listener in self._all])
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
-        return _combine([one.phase(name, step) for one in self._all])
+        return _combine([listener.phase(name, step) for listener in self._all])
 
     def on_start(self, *, fresh: bool) -> None:
-        for one in self._all:
-            one.on_start(fresh=fresh)
+        for listener in self._all:
+            listener.on_start(fresh=fresh)
 
     def rewind(self, stage: str, number: int) -> None:
-        for one in self._all:
-            one.rewind(stage, number)
+        for listener in self._all:
+            listener.rewind(stage, number)
 
     def on_evaluation(self, number: int, metrics: Mapping[str, Any], answers: Answers) -> None:
-        for one in self._all:
-            one.on_evaluation(number, metrics, answers)
+        for listener in self._all:
+            listener.on_evaluation(number, metrics, answers)
 
     def event(self, line: str, *, keep: bool = True) -> None:
-        for one in self._all:
-            one.event(line, keep=keep)
+        for listener in self._all:
+            listener.event(line, keep=keep)
 
 
 @contextmanager
@@ -94,8 +94,10 @@ def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]
 
 def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
     """Build listeners, the trace outermost, the clock innermost."""
-    watched = [] if watchdog is None else [WatchdogListener(watchdog)]
-    return Listeners(TraceListener(run), RecordListener(run), TimelineListener(run), *watched, Clock())
+    watchdog_listeners = [] if watchdog is None else [WatchdogListener(watchdog)]
+    return Listeners(
+        TraceListener(run), RecordListener(run), TimelineListener(run), *watchdog_listeners, Clock()
+    )
 
 
 class TraceListener(Listener):
@@ -156,8 +158,8 @@ class Clock(Listener):
         started = time.perf_counter()
         yield
         if step is not None:
-            spent = time.perf_counter() - started
-            step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + spent
+            seconds = time.perf_counter() - started
+            step.metrics[f"time/{name}"] = step.metrics.get(f"time/{name}", 0.0) + seconds
 
 
 class RecordListener(Listener):
@@ -240,12 +242,12 @@ class RecordListener(Listener):
         """Reduce memory over ranks."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(self._run.host.nbytes)
-        kind = tuple[dict[str, float], list[str]]
-        all_ranks = gather_objects(self.runtime, (memory, self._run.dispensable.take()), kind)
+        report_type = tuple[dict[str, float], list[str]]
+        reports = gather_objects(self.runtime, (memory, self._run.dispensable.take()), report_type)
         for name in memory:
-            sizes = [theirs[name] for theirs, _ in all_ranks]
+            sizes = [rank_memory[name] for rank_memory, _ in reports]
             metrics[name] = sum(sizes) if name.startswith("memory_all/") else max(sizes)
-        for _, lines in all_ranks:
+        for _, lines in reports:
             self._write_events(lines)
 
     def _record(self, record: Mapping[str, Any], answers: Answers = ()) -> None:
@@ -274,13 +276,13 @@ class RecordListener(Listener):
 
 def describe_run(run: Run) -> RunHeader:
     config, layout, hf = run.config, run.runtime.layout, run.hf
-    virtual = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
-    context = f" x CP {layout.cp}" if layout.cp > 1 else ""
+    vpp_text = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
+    cp_text = f" x CP {layout.cp}" if layout.cp > 1 else ""
     return RunHeader(
         name=config.run_dir.name,
         recipe=config.recipe,
         model=f"{hf.model_type} {hf.num_hidden_layers} layers x {hf.hidden_size}",
-        layout=f"TP {layout.tp} x PP {layout.pp}{virtual} x DP {layout.dp}{context}",
+        layout=f"TP {layout.tp} x PP {layout.pp}{vpp_text} x DP {layout.dp}{cp_text}",
         device=str(run.runtime.device.type),
         steps=config.steps,
         value_pretraining_steps=config.value_pretraining.steps if config.has_critic else 0,
@@ -298,8 +300,8 @@ def compute_throughput(metrics: Mapping[str, float]) -> dict[str, float]:
         seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
         if seconds:  # 0: the rollout comes from the checkpoint
             rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
-    names = dict.fromkeys(phase.name for phase in PHASES if phase.model)
-    seconds = sum(metrics.get(f"time/{name}", 0.0) for name in names)
+    phase_names = dict.fromkeys(phase.name for phase in PHASES if phase.model)
+    seconds = sum(metrics.get(f"time/{name}", 0.0) for name in phase_names)
     if seconds and "train/tokens" in metrics:
         rates["throughput/train_tokens"] = metrics["train/tokens"] / seconds
     return rates

@@ -93,13 +93,13 @@ def export_model(
     model: TrainableModel, config: Config, runtime: Runtime, out: Path, *, adapters: bool = False
 ) -> None:
     """Write a Hugging Face folder, or a PEFT folder of the adapters. Collective."""
-    is_critic, control = model.name == "critic", runtime.cpu_group
+    is_critic, control_group = model.name == "critic", runtime.cpu_group
     source = config.critic.path if is_critic and config.critic.path else config.model.path
-    lora, place = model.config.lora, (runtime.layout, runtime.rank)
-    named = dict(model.model.named_parameters())
+    lora, layout_and_rank = model.config.lora, (runtime.layout, runtime.rank)
+    parameters = dict(model.model.named_parameters())
     if adapters:
-        export_peft(out, source, *place, named, lora, control=control)
+        export_peft(out, source, *layout_and_rank, parameters, lora, control=control_group)
         return
-    weights = merged(named, read_config(source), *place, lora, critic=is_critic)
+    weights = merged(parameters, read_config(source), *layout_and_rank, lora, critic=is_critic)
     dtype = DTYPES[config.model.dtype]
-    export_hf(out, source, *place, weights, critic=is_critic, dtype=dtype, control=control)
+    export_hf(out, source, *layout_and_rank, weights, critic=is_critic, dtype=dtype, control=control_group)

@@ -46,9 +46,9 @@ class EngineMemory:
         self.weight_sync, self.tag, self.device, self.nbytes = weight_sync, tag, device, nbytes
 
     def offload(self) -> None:
-        before = free_memory(self.device)
+        free_before = free_memory(self.device)
         self.weight_sync.sleep((self.tag,))
-        self.nbytes = free_memory(self.device) - before or self.nbytes
+        self.nbytes = free_memory(self.device) - free_before or self.nbytes
 
     def onload(self) -> None:
         self.weight_sync.wake((self.tag,))
@@ -94,10 +94,10 @@ class OffloadManager:
 
     def register(self, groups: Mapping[str, OffloadGroup | EngineMemory]) -> None:
         for name, group in groups.items():
-            known = self._groups.get(name)
-            if isinstance(group, OffloadGroup) and known is not None:
-                before = known.parts if isinstance(known, AlternatingGroup) else [known]
-                self._groups[name] = AlternatingGroup([*before, group], stay=name in self.keep)
+            old_group = self._groups.get(name)
+            if isinstance(group, OffloadGroup) and old_group is not None:
+                parts = old_group.parts if isinstance(old_group, AlternatingGroup) else [old_group]
+                self._groups[name] = AlternatingGroup([*parts, group], stay=name in self.keep)
             else:
                 self._groups[name] = group
             self.present.add(name)
@@ -139,7 +139,7 @@ class OffloadManager:
         except torch.OutOfMemoryError as error:
             sizes = {name: self._groups[name].nbytes for name in self.present}
             largest_first = sorted(sizes.items(), key=lambda pair: (-pair[1], pair[0]))
-            there = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest_first)
+            groups = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest_first)
             advice = ADVICE.get(phase, UPDATE_ADVICE)
             if not self.enabled:
                 advice += ", or set residency.offload=true"
@@ -147,7 +147,7 @@ class OffloadManager:
                 advice += f", or take {', '.join(sorted(self.keep))} out of residency.keep"
             what = ", ".join(str(error).strip().rstrip(".").split(". ")[:2])
             raise DeviceMemoryError(
-                f"phase {phase}: {what}; on the device are {there or 'no tensor groups'} ({advice})"
+                f"phase {phase}: {what}; on the device are {groups or 'no tensor groups'} ({advice})"
             ) from error
 
     @contextmanager
@@ -181,8 +181,8 @@ class Residency:
         weight_sync = self.weight_sync
         if weight_sync is None:
             # No engine here: phases that need only its groups move nothing.
-            if own := {name for name in groups if not name.startswith("engine.")}:
-                self.manager.onload(phase, own)
+            if model_groups := {name for name in groups if not name.startswith("engine.")}:
+                self.manager.onload(phase, model_groups)
             return
         needs_engine = "engine.weights" in groups and "actor.weights" not in groups
         if needs_engine and not weight_sync.complete:
@@ -198,9 +198,9 @@ class Residency:
         groups = {f"{model.name}.{part}" for part in parts}
         self.onload(phase, groups)
         if model.name == "critic":
-            number = list(self.models).index(name) - 1
+            critic_index = list(self.models).index(name) - 1
             for group in sorted(groups):
-                self.manager.select_part(phase, group, number)
+                self.manager.select_part(phase, group, critic_index)
 
     def onload_for_checkpoint(self, name: str) -> None:
         self.onload_model("checkpoint", name, "weights", "optimizer")

@@ -55,11 +55,11 @@ PARTS = {
 
 def get_precision(config: Config) -> str:
     options = config.rollout.engine_options if config.rollout.capabilities.takes_options else {}
-    own = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
-    fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
-    if fp8 or options.get("quantization") or any(value.startswith("fp8") for value in own):
+    dtypes = {str(value) for key, value in options.items() if key in ("dtype", "kv_cache_dtype")}
+    uses_fp8 = config.model.fp8.format != "none" or config.rollout.weights_dtype != "model"
+    if uses_fp8 or options.get("quantization") or any(value.startswith("fp8") for value in dtypes):
         return "fp8"
-    return "bf16" if config.model.dtype == "bf16" or own & {"bfloat16", "float16", "half"} else "fp32"
+    return "bf16" if config.model.dtype == "bf16" or dtypes & {"bfloat16", "float16", "half"} else "fp32"
 
 
 def mask_comparable(batch: TrainBatch, version: int) -> Tensor:
@@ -77,21 +77,21 @@ def check_parity(run: Run, step: Step) -> None:
     """Raise ParityError on every rank if engine and trainer differ too much.
 
     Without old log-probs, a pass computes those of the first mini-batch."""
-    guard, batch, kind = run.config.guard, step.batch, get_precision(run.config)
+    guard, batch, precision = run.config.guard, step.batch, get_precision(run.config)
     if guard.parity == "none":
         return
-    limit = LIMITS[kind] if guard.parity == "auto" else guard.parity
+    limit = LIMITS[precision] if guard.parity == "auto" else guard.parity
     version = 0 if step.stage == PRETRAINING else step.number - 1
     mask = mask_comparable(batch, version)
     if "old_logprobs" in batch:
         trainer = batch["old_logprobs"]
     else:
-        batches = step.batch.mini_batches[0]
-        trainer = run.actor.logprob_columns(batch, batches)["logprobs"]
-        passed = torch.zeros_like(mask)
-        for micro_batch in batches:
-            passed[micro_batch.token_indices] = True
-        mask &= passed
+        micro_batches = step.batch.mini_batches[0]
+        trainer = run.actor.logprob_columns(batch, micro_batches)["logprobs"]
+        computed_mask = torch.zeros_like(mask)
+        for micro_batch in micro_batches:
+            computed_mask[micro_batch.token_indices] = True
+        mask &= computed_mask
     engine = batch["engine_logprobs"]
     sums, largest = mismatch_sums(trainer, engine, mask)
     sums = sum_over_replicas(run.runtime, sums)
@@ -107,32 +107,32 @@ def check_parity(run: Run, step: Step) -> None:
     raise ParityError(
         f"guard.parity: in {where} the engine's log-probs are {mean:.3g} nats from the trainer's on average "
         f"(largest {metrics['mismatch/logprob_abs_max']:.3g}), over {int(sums[0])} tokens sampled with the "
-        f"trainer's current weights; the limit for {kind} is {limit:g}; {details}"
+        f"trainer's current weights; the limit for {precision} is {limit:g}; {details}"
     )
 
 
 def compare_layers(run: Run, step: Step, version: int) -> str:
     runtime, config = run.runtime, run.config
-    own = run.engine if isinstance(run.engine, TransformersEngine) else None
+    engine = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
         run.residency.onload(
-            "weight_transfer", {"actor.weights", "engine.weights"} if own else {"actor.weights"}
+            "weight_transfer", {"actor.weights", "engine.weights"} if engine else {"actor.weights"}
         )
         weight_sync = run.weight_sync
-        if own and weight_sync and not weight_sync.complete:
+        if engine and weight_sync and not weight_sync.complete:
             weight_sync.sync(weight_sync.version)
         sequences = _choose_sequences(run, step.batch)
         states = [_run_trainer(run, *sequence) for sequence in sequences]
-        reference, verdict = own or _build_reference(run, version), ""
+        reference, verdict = engine or _build_reference(run, version), ""
 
         def compare() -> None:
             nonlocal verdict
             assert reference is not None
             differences = [
-                _compare(reference, *sequence, ours, config.rollout.temperature)
-                for sequence, ours in zip(sequences, states, strict=True)
+                _compare(reference, *sequence, trainer_outputs, config.rollout.temperature)
+                for sequence, trainer_outputs in zip(sequences, states, strict=True)
             ]
-            verdict = _describe(run, differences, own is not None)
+            verdict = _describe(run, differences, engine is not None)
 
         Processes(runtime.cpu_group).first(compare)
     except MegarlError as error:
@@ -145,25 +145,30 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
     config, layers = run.config, run.hf.num_hidden_layers
-    kind = "fp8" if config.model.fp8.format != "none" else config.model.dtype
-    worst = [(part, max(one[part] for one in differences)) for part in differences[0]]
+    precision = "fp8" if config.model.fp8.format != "none" else config.model.dtype
+    maxima = [
+        (part, max(sequence_differences[part] for sequence_differences in differences))
+        for part in differences[0]
+    ]
     table = config.run_dir / "parity.txt"
     with run.dispensable.file(table):
-        write_atomic(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in worst))
-    limit, other = PART_LIMITS[kind], "the engine's" if own else "transformers' on the same weights"
-    number = next((i for i, (_, size) in enumerate(worst) if not size <= limit), None)
-    if number is None:
-        part, largest = max(worst, key=itemgetter(1))
-        where = f"no hidden state differs from {other} by over {limit:g} of its size, given the same input"
-        least = f"{where} (largest: {largest:.2g}, {_name_part(part, layers)})"
+        write_atomic(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in maxima))
+    limit, reference = PART_LIMITS[precision], "the engine's" if own else "transformers' on the same weights"
+    index = next((i for i, (_, size) in enumerate(maxima) if not size <= limit), None)
+    if index is None:
+        part, largest = max(maxima, key=itemgetter(1))
+        where = (
+            f"no hidden state differs from {reference} by over {limit:g} of its size, given the same input"
+        )
+        finding = f"{where} (largest: {largest:.2g}, {_name_part(part, layers)})"
         if own:
-            return f"{least}, so the engine's cached decoding or rounding is at fault"
+            return f"{finding}, so the engine's cached decoding or rounding is at fault"
         remedy = "rollout.fingerprint=true checks that"
-        return f"{least}, so the engine or the weight transfer is at fault ({remedy})"
-    (part, first), before = worst[number], max((size for _, size in worst[:number]), default=0.0)
+        return f"{finding}, so the engine or the weight transfer is at fault ({remedy})"
+    (part, difference), earlier_max = maxima[index], max((size for _, size in maxima[:index]), default=0.0)
     return (
-        f"the trainer's hidden states first differ from {other} in {_name_part(part, layers)}: "
-        f"by {first:.2g} of their size given the same input, before it by {before:.2g} at most "
+        f"the trainer's hidden states first differ from {reference} in {_name_part(part, layers)}: "
+        f"by {difference:.2g} of their size given the same input, before it by {earlier_max:.2g} at most "
         f"(all in {table})"
     )
 
@@ -175,13 +180,13 @@ def _name_part(part: Part, layers: int) -> str:
 
 def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list[int]]]:
     order = batch.lengths.clamp(max=TOKENS).argsort(descending=True, stable=True)[:SEQUENCES]
-    mine, kind = [], list[tuple[list[int], list[int]]]
+    sequences, list_type = [], list[tuple[list[int], list[int]]]
     for row in order.tolist():
         sequence = batch.select([row])
         tokens = sequence.tokens[:TOKENS].tolist()
-        prompt = min(int(sequence.prompt_lengths), len(tokens) - 1)
-        mine.append((tokens[:prompt], tokens[prompt:]))
-    return next((theirs for theirs in gather_objects(run.runtime, mine, kind) if theirs), [])
+        prompt_length = min(int(sequence.prompt_lengths), len(tokens) - 1)
+        sequences.append((tokens[:prompt_length], tokens[prompt_length:]))
+    return next((pairs for pairs in gather_objects(run.runtime, sequences, list_type) if pairs), [])
 
 
 @contextmanager
@@ -215,22 +220,22 @@ def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
 def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part, Tensor]:
     """Return the trainer's outputs, [t, hidden], on rank 0; response log-probs, [r], at (layers, HEAD)."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
-    batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
+    micro_batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
-        logprobs = actor.logprob_columns(batch, batches)["logprobs"]
-    layout, place = runtime.layout, runtime.layout.coords(runtime.rank)
-    parts = gather_to_rank_0(runtime, outputs if place.dp == 0 else {}, dict[Part, Tensor])
-    if parts is None:
+        logprobs = actor.logprob_columns(batch, micro_batches)["logprobs"]
+    layout, coords = runtime.layout, runtime.layout.coords(runtime.rank)
+    outputs_by_rank = gather_to_rank_0(runtime, outputs if coords.dp == 0 else {}, dict[Part, Tensor])
+    if outputs_by_rank is None:
         return {}
     outputs = {}
     for stage in range(layout.pp):
         ranks = [
             [layout.rank(tp=tp, cp=cp, dp=0, pp=stage) for tp in range(layout.tp)] for cp in range(layout.cp)
         ]
-        for part in parts[ranks[0][0]]:
-            rows = [[parts[rank][part] for rank in row] for row in ranks]
+        for part in outputs_by_rank[ranks[0][0]]:
+            rows = [[outputs_by_rank[rank][part] for rank in row] for row in ranks]
             pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
-            cut = batches[0].cut
+            cut = micro_batches[0].cut
             tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
             outputs[part] = tokens[: batch.num_tokens]
     outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
@@ -260,17 +265,17 @@ def _run_reference(
     """Return the reference's outputs, [t, hidden]; logits, [t, vocab], at (layers, HEAD).
 
     Each layer's input is the trainer's, so that a difference shows only where it arises."""
-    body, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
-    last = len(body.layers) - 1
+    decoder, outputs = engine.model.get_decoder(), dict[Part, Tensor]()
+    last_layer = len(decoder.layers) - 1
 
     def record(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
         outputs[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
 
     def replace(before: Part, _module: Any, arguments: Any) -> Any:
-        own = arguments[0]
+        layer_input = arguments[0]
         if before == (-1, "embedding"):
-            outputs[before] = own[0].cpu()
-        return given[before][None].to(own), *arguments[1:]
+            outputs[before] = layer_input[0].cpu()
+        return given[before][None].to(layer_input), *arguments[1:]
 
     with ExitStack() as hooks:
 
@@ -279,18 +284,20 @@ def _run_reference(
             if before is not None:
                 hooks.enter_context(module.register_forward_pre_hook(partial(replace, before)))
 
-        for number, layer in enumerate(body.layers):
-            watch(layer.input_layernorm, (number, "norm before attention"))
+        for layer_index, layer in enumerate(decoder.layers):
+            watch(layer.input_layernorm, (layer_index, "norm before attention"))
             mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
-            watch(mixer, (number, "attention"))
-            watch(layer.post_attention_layernorm, (number, "norm before MLP"))
-            watch(layer.mlp, (number, "MLP"))
-            watch(layer, (number, OUTPUT), (number - 1, OUTPUT) if number else (-1, "embedding"))
-        watch(body.norm, (last + 1, "final norm"), (last, OUTPUT))
-        body(input_ids=torch.tensor([tokens], device=engine.device), use_cache=False)
+            watch(mixer, (layer_index, "attention"))
+            watch(layer.post_attention_layernorm, (layer_index, "norm before MLP"))
+            watch(layer.mlp, (layer_index, "MLP"))
+            watch(
+                layer, (layer_index, OUTPUT), (layer_index - 1, OUTPUT) if layer_index else (-1, "embedding")
+            )
+        watch(decoder.norm, (last_layer + 1, "final norm"), (last_layer, OUTPUT))
+        decoder(input_ids=torch.tensor([tokens], device=engine.device), use_cache=False)
     head = engine.model.get_output_embeddings().weight.cpu().float()
-    hidden = given[last + 1, "final norm"].float()  # logits in bf16 would be off by up to 0.06
-    return {**outputs, (last + 1, HEAD): F.linear(hidden, head)}
+    hidden = given[last_layer + 1, "final norm"].float()  # logits in bf16 would be off by up to 0.06
+    return {**outputs, (last_layer + 1, HEAD): F.linear(hidden, head)}
 
 
 def _compare(
@@ -302,20 +309,20 @@ def _compare(
 ) -> dict[Part, float]:
     """Return each part's RMS over tokens of |difference| / |output|; for HEAD the mean |difference|."""
     outputs = _run_reference(reference, [*prompt, *response], states)
-    differences, fused = dict[Part, float](), False
+    differences, is_norm_fused = dict[Part, float](), False
     for part, output in outputs.items():
         if part[1] == HEAD:
             logits = output[len(prompt) - 1 : -1].float() / temperature
             logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-            relative = float((states[part] - logprobs).abs().mean())
+            difference = float((states[part] - logprobs).abs().mean())
         elif part in states:
-            own, size = states[part].double(), output.double().norm(dim=-1)
-            distance = (own - output.double()).norm(dim=-1)
-            relative = float((distance / size.clamp(min=1e-30)).square().mean().sqrt())
+            trainer_output, norm = states[part].double(), output.double().norm(dim=-1)
+            distance = (trainer_output - output.double()).norm(dim=-1)
+            difference = float((distance / norm.clamp(min=1e-30)).square().mean().sqrt())
         else:
-            fused = True
+            is_norm_fused = True
             continue
         layer, name = part
-        differences[layer, f"{name} with the norm before it" if fused else name] = relative
-        fused = False
+        differences[layer, f"{name} with the norm before it" if is_norm_fused else name] = difference
+        is_norm_fused = False
     return differences

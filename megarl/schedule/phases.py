@@ -48,10 +48,10 @@ def distribute(run: Run, step: Step) -> None:
         step.rollout, config, config.mini_batch, seed, networks, run.runtime
     )
     if config.update.share_prompts:
-        packed = sum(int(one.packed.real_tokens.sum()) for one in batch.micro_batches)
-        counts = torch.tensor([packed, batch.num_tokens])
-        packed, total = sum_over_replicas(run.runtime, counts).tolist()
-        step.metrics["train/shared_tokens"] = 1 - packed / total
+        packed_tokens = sum(int(micro_batch.packed.real_tokens.sum()) for micro_batch in batch.micro_batches)
+        counts = torch.tensor([packed_tokens, batch.num_tokens])
+        packed_tokens, total = sum_over_replicas(run.runtime, counts).tolist()
+        step.metrics["train/shared_tokens"] = 1 - packed_tokens / total
     step.rollout.drop_tokens()
 
 
@@ -67,18 +67,20 @@ def old_logprobs(run: Run, step: Step) -> None:
     step.add(*mismatch(batch, columns["logprobs"], version, run.runtime))
     if run.config.rollout.routing_compare:
         with run.actor.free_routing():
-            own = run.actor.logprob_columns(batch, batch.micro_batches)["logprobs"]
+            unreplayed_logprobs = run.actor.logprob_columns(batch, batch.micro_batches)["logprobs"]
         step.count_tokens(passes=1)
-        without, _ = mismatch(batch, own, version, run.runtime)
-        step.metrics |= {f"mismatch/unreplayed_{name[9:]}": value for name, value in without.items()}
+        unreplayed_metrics, _ = mismatch(batch, unreplayed_logprobs, version, run.runtime)
+        step.metrics |= {
+            f"mismatch/unreplayed_{name[9:]}": value for name, value in unreplayed_metrics.items()
+        }
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, batch, run.runtime)
 
 
 def old_top_k(run: Run, step: Step) -> None:
     batch, k = step.batch, run.config.algorithm.dppo.top_k
     step.count_tokens(passes=1)
-    top = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
-    batch["old_top_logprobs"], batch["old_top_tokens"] = top["logprobs"], top["tokens"].int()
+    columns = run.actor.top_k_columns(batch, batch.micro_batches, k, run.hf.vocab_size)
+    batch["old_top_logprobs"], batch["old_top_tokens"] = columns["logprobs"], columns["tokens"].int()
 
 
 def parity(run: Run, step: Step) -> None:
@@ -97,8 +99,8 @@ def reward_model(run: Run, step: Step) -> None:
     assert run.reward_model is not None
     rollout, batch, weight = step.rollout, step.batch, run.config.reward.model.weight
     step.count_tokens(passes=1)
-    own = run.reward_model.sequence_scores(batch, batch.micro_batches)
-    scores = gather_responses(own, rollout, batch, run.runtime)
+    local_scores = run.reward_model.sequence_scores(batch, batch.micro_batches)
+    scores = gather_responses(local_scores, rollout, batch, run.runtime)
     rollout["rewards"] = rollout["rewards"] + weight * scores
     batch["rewards"] = rollout["rewards"][batch.rows]
     if "reward_parts" in rollout and weight:
@@ -116,10 +118,10 @@ def reward_model(run: Run, step: Step) -> None:
 def values(run: Run, step: Step) -> None:
     batch, estimates = step.batch, list[Tensor]()
     step.count_tokens(len(run.critics), critic_lengths(step.rollout, run.config))
-    read = batch.critic_micro_batches if run.config.has_prompt_critic else batch.micro_batches
+    micro_batches = batch.critic_micro_batches if run.config.has_prompt_critic else batch.micro_batches
     for name in run.critic_names:
         run.residency.onload_model("values", name, "weights")
-        estimates.append(run.models[name].value_columns(batch, read)["values"])
+        estimates.append(run.models[name].value_columns(batch, micro_batches)["values"])
     batch["values"] = torch.stack(estimates).mean(0)
     if len(estimates) > 1:
         batch["critic_values"] = torch.stack(estimates, 1)
@@ -157,21 +159,21 @@ def teacher_advantages(run: Run, step: Step) -> None:
     logprobs = torch.full((batch.num_tokens,), -torch.inf)
     for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
         columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
-        at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at] = columns[at]
-    old = batch[config.algorithm.old_column]
-    step.metrics |= add_teacher(config.teacher.weight, old, logprobs, batch, run.runtime)
+        indices = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
+        logprobs[indices] = columns[indices]
+    old_column = batch[config.algorithm.old_column]
+    step.metrics |= add_teacher(config.teacher.weight, old_column, logprobs, batch, run.runtime)
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
     batch, k = step.batch, run.config.teacher.top_k
     assert k is not None
-    size = batch.num_tokens, k if run.runtime.is_last_stage else 0
-    logprobs, tokens = torch.full(size, -torch.inf), torch.zeros(size, dtype=torch.int32)
+    shape = batch.num_tokens, k if run.runtime.is_last_stage else 0
+    logprobs, tokens = torch.full(shape, -torch.inf), torch.zeros(shape, dtype=torch.int32)
     for teacher, micro_batches in load_teachers(run, step, "teacher_top_k"):
         columns = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
-        at = torch.cat([one.token_indices for one in micro_batches])
-        logprobs[at], tokens[at] = columns["logprobs"][at], columns["tokens"][at].int()
+        indices = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
+        logprobs[indices], tokens[indices] = columns["logprobs"][indices], columns["tokens"][indices].int()
     batch["teacher_logprobs"], batch["teacher_tokens"] = logprobs, tokens
 
 
@@ -208,10 +210,10 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
 def critic_update(run: Run, step: Step) -> None:
     config, updates = run.config, list[dict[str, float]]()
     epochs = config.value_pretraining.epochs if step.stage == PRETRAINING else config.critic.epochs
-    read = critic_lengths(step.rollout, config)
+    lengths = critic_lengths(step.rollout, config)
     if "unfinished" in step.rollout:
-        read = read.masked_fill(step.rollout["unfinished"], 0)
-    step.count_tokens(epochs, read)
+        lengths = lengths.masked_fill(step.rollout["unfinished"], 0)
+    step.count_tokens(epochs, lengths)
     for number, name in enumerate(run.critic_names):
         run.residency.onload_model("critic_update", name, "weights", "gradients", "optimizer")
         if mini_batches := step.batch.critic_mini_batches[number]:
@@ -220,7 +222,7 @@ def critic_update(run: Run, step: Step) -> None:
         else:
             run.models[name].begin_step()
     names = updates[0] if updates else ()
-    step.metrics |= {name: sum(one[name] for one in updates) / len(updates) for name in names}
+    step.metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in names}
 
 
 def actor_update(run: Run, step: Step) -> None:
@@ -237,10 +239,13 @@ def actor_update(run: Run, step: Step) -> None:
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)
-    mini_batches, before = batch.mini_batches, None if selected is None else select
-    if (others := other_tokens(batch)) is not None:
-        mini_batches = [[replace(one, others=others) for one in some] for some in mini_batches]
-    updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before)
+    mini_batches, before_update = batch.mini_batches, None if selected is None else select
+    if (other_top_tokens := other_tokens(batch)) is not None:
+        mini_batches = [
+            [replace(micro_batch, others=other_top_tokens) for micro_batch in micro_batches]
+            for micro_batches in mini_batches
+        ]
+    updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before_update)
     # Keep statistics from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 
@@ -248,7 +253,9 @@ def actor_update(run: Run, step: Step) -> None:
 def sample_uniforms(batch: TrainBatch, seed: int, step: int, update: int) -> Tensor:
     """Return uniform numbers, float64 [T], by seed, step, update, response and position alone."""
     responses = zip(batch["group_ids"].tolist(), batch["response_index"].tolist(), strict=True)
-    seeds = torch.tensor([selection_seed(seed, step, update, *one) for one in responses], dtype=torch.int64)
+    seeds = torch.tensor(
+        [selection_seed(seed, step, update, *response) for response in responses], dtype=torch.int64
+    )
     positions = torch.arange(batch.num_tokens) - batch.cu_seqlens[batch.sequence_ids]
     return uniform(seeds[batch.sequence_ids], positions)
 
@@ -299,26 +306,26 @@ class DeclaredColumns(dict[str, Tensor]):
 def enforced(phase: Phase, step: Step) -> Iterator[None]:
     """Raise ValueError for undeclared columns, and for declared ones that are not written."""
 
-    def batches() -> dict[int, TrainBatch | RolloutBatch]:
-        own, rollout = getattr(step, "batch", None), getattr(step, "rollout", None)
-        present = (rollout, getattr(rollout, "own", None), own)
-        return {id(batch): batch for batch in present if batch is not None}
+    def collect_batches() -> dict[int, TrainBatch | RolloutBatch]:
+        train_batch, rollout_batch = getattr(step, "batch", None), getattr(step, "rollout", None)
+        candidates = (rollout_batch, getattr(rollout_batch, "own", None), train_batch)
+        return {id(batch): batch for batch in candidates if batch is not None}
 
-    before = batches()
-    known = {name for batch in before.values() for name in batch.columns}
-    for batch in before.values():
+    batches_before = collect_batches()
+    known_columns = {name for batch in batches_before.values() for name in batch.columns}
+    for batch in batches_before.values():
         batch.columns = DeclaredColumns(batch.columns, phase)
     try:
         yield
     finally:
-        for batch in (before | batches()).values():
+        for batch in (batches_before | collect_batches()).values():
             batch.columns = dict(batch.columns)
-    written = {name for batch in batches().values() for name in batch.columns}
-    if missing := phase.writes - written - {"tokens"}:
+    written_columns = {name for batch in collect_batches().values() for name in batch.columns}
+    if missing := phase.writes - written_columns - {"tokens"}:
         raise ValueError(
             f"phase {phase.name} has not written {', '.join(sorted(missing))}, which it declares"
         )
-    if undeclared := written - known - phase.writes - phase.may_write:
+    if undeclared := written_columns - known_columns - phase.writes - phase.may_write:
         raise ValueError(
             f"phase {phase.name} writes {', '.join(sorted(undeclared))}, which it does not declare"
         )

@@ -91,23 +91,23 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         load_runner(config, tokenizer)
         for name, term in config.reward.terms.items():
             get_term(name, term.function, term.arguments)
-    memory = _check_memory(config, where, folder, device, world, replay=replay)
+    memory_warning = _check_memory(config, where, folder, device, world, replay=replay)
     if config.has_engine and replay:
-        return [memory] if memory else []
+        return [memory_warning] if memory_warning else []
     response_key = config.supervised.response_key if not config.has_engine else None
     with without_tokenizer_threads():
         tools = load_prompt_options(config, tokenizer)["tools"]
         references = validate_files(config.data, response_key, tokenizer, tools)
     for source in absent_sources(config.data, config.teacher.by_source):
-        what = "no row of data.train has this data_source, whose teacher would not be used"
-        raise ConfigError(f"{where}: teacher.by_source.{source}: {what} (correct the name, or remove it)")
-    sandbox = None
+        problem = "no row of data.train has this data_source, whose teacher would not be used"
+        raise ConfigError(f"{where}: teacher.by_source.{source}: {problem} (correct the name, or remove it)")
+    sandbox_warning = None
     if config.has_engine:
         check_verifier(config.reward, references, own_verifiers(config.data))
-        sandbox = _sandbox_warning()
+        sandbox_warning = _sandbox_warning()
     check_pretraining_rollouts(config)
-    engine = load_engine_class(config).machine_note(device.type) if config.has_engine else None
-    return [line for line in (memory, engine, sandbox) if line]
+    engine_note = load_engine_class(config).machine_note(device.type) if config.has_engine else None
+    return [line for line in (memory_warning, engine_note, sandbox_warning) if line]
 
 
 def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFolder | None:
@@ -117,15 +117,15 @@ def _check_other_models(config: Config, where: str, tokenizer: Any) -> ModelFold
         critic = check_model(config.critic.path, "critic.path", config, critic=True)
         check_vocabulary(critic, "critic.path", tokenizer)
         _check_positions(config, where, critic)
-    others = {key: check_model(path, key, config) for key, path in config.teacher.folders.items()}
+    folders = {key: check_model(path, key, config) for key, path in config.teacher.folders.items()}
     if config.has_reward_model and config.reward.model.path is not None:
         key = "reward.model.path"
         scorer = check_model(config.reward.model.path, key, config, critic=True)
         if scorer.missing:
-            wanted = "a reward model is a sequence classifier with one label"
-            raise CheckpointError(f"{key}: {scorer.path}: has no {', '.join(scorer.missing)} ({wanted})")
-        others = {key: scorer, **others}
-    for key, folder in others.items():
+            requirement = "a reward model is a sequence classifier with one label"
+            raise CheckpointError(f"{key}: {scorer.path}: has no {', '.join(scorer.missing)} ({requirement})")
+        folders = {key: scorer, **folders}
+    for key, folder in folders.items():
         check_vocabulary(folder, key, tokenizer)
         check_same_tokenizer(folder.path, key, tokenizer)
         _check_positions(config, where, folder)
@@ -147,8 +147,8 @@ def _check_training(
     }
     for key, enabled in expert_options.items():
         if enabled and not get_family(folder.config).is_moe:
-            kind = f"a {folder.config.get('model_type')} model has no experts"
-            raise ConfigError(f"{key}: {kind} (set it to false)")
+            problem = f"a {folder.config.get('model_type')} model has no experts"
+            raise ConfigError(f"{key}: {problem} (set it to false)")
     check_recomputed(folder.config, config.model)
     check_frozen(folder.config, config.actor, "actor")
     check_lora(folder.config, config.actor.lora, "actor")
@@ -168,15 +168,15 @@ def _check_memory(
     *,
     replay: bool,
 ) -> str | None:
-    ranks = _count_ranks(config, world)
+    num_ranks = _count_ranks(config, world)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        plan = make_plan_inputs(config, folder.config, world=ranks, memory=memory, replay=replay)
+        plan = make_plan_inputs(config, folder.config, world=num_ranks, memory=memory, replay=replay)
         check_fits(plan, where)
         return None
     if world is not None or is_launched():
         return None
-    plan = make_plan_inputs(config, folder.config, world=ranks, cpu=True, replay=replay)
+    plan = make_plan_inputs(config, folder.config, world=num_ranks, cpu=True, replay=replay)
     return check_fits(plan, where, measure_usable_memory(), psutil.virtual_memory().available)
 
 
@@ -185,11 +185,11 @@ def _count_ranks(config: Config, world: int | None) -> int:
 
 
 def _sandbox_warning() -> str | None:
-    _, enforced = probe()
-    reached = ", ".join(name for name, is_enforced in enforced.items() if not is_enforced)
-    if not reached:
+    _, protection = probe()
+    targets = ", ".join(name for name, is_enforced in protection.items() if not is_enforced)
+    if not targets:
         return None
-    return f"the sandbox of verifiers and tools is weak here: they may reach {reached} (megarl doctor)"
+    return f"the sandbox of verifiers and tools is weak here: they may reach {targets} (megarl doctor)"
 
 
 def check_fits(
@@ -227,10 +227,10 @@ def preflight_evaluation(
     get_verifier(config.reward.verifier)
     load_runner(config, tokenizer)
     with without_tokenizer_threads():
-        held_out = config.data.model_copy(update={"train": ()})
+        eval_data = config.data.model_copy(update={"train": ()})
         tools = load_prompt_options(config, tokenizer)["tools"]
-        references = validate_files(held_out, tokenizer=tokenizer, tools=tools)
-    check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(held_out))
+        references = validate_files(eval_data, tokenizer=tokenizer, tools=tools)
+    check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(eval_data))
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -249,8 +249,8 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
 def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
     if not path.is_dir():
         what = "not a folder" if path.exists() else "no such folder"
-        wanted = "it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
-        raise CheckpointError(f"{key}: {path}: {what} ({wanted})")
+        requirement = "it must be a Hugging Face folder: config.json, *.safetensors, tokenizer.json"
+        raise CheckpointError(f"{key}: {path}: {what} ({requirement})")
     with prefix_errors(key):
         return open_model(path, critic=critic)
 
@@ -267,34 +267,36 @@ def check_verifier(
 ) -> None:
     """Test verifier and reward terms on a made-up response per reference (one per data file or task)."""
     if not reward.terms and reward.verifier == "dapo":
-        references = [one for one in references if isinstance(one, Reference)]
+        references = [reference for reference in references if isinstance(reference, Reference)]
     if not references:
         return
     items: list[Item] = []
-    for one in references:
-        answer = one if isinstance(one, str) else one.answer
-        text = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
-        items.append((text, one, len(text), 2 * len(text), False))
+    for reference in references:
+        answer = reference if isinstance(reference, str) else reference.answer
+        response = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
+        items.append((response, reference, len(response), 2 * len(response), False))
     limits = 1, reward.timeout, reward.memory
     with VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox) as pool:
         verdicts = pool.verify(items)
-    for reference, verdict in zip(references, verdicts, strict=True):
-        gym = reference if isinstance(reference, Reference) else None
-        wrong = not verdict.correct and reward.verifier == "math" and gym is None
-        problem = verdict.error or ("it is found wrong" if wrong else None)
+    for tested_reference, verdict in zip(references, verdicts, strict=True):
+        gym_reference = tested_reference if isinstance(tested_reference, Reference) else None
+        is_wrong = not verdict.correct and reward.verifier == "math" and gym_reference is None
+        problem = verdict.error or ("it is found wrong" if is_wrong else None)
         if not problem:
             continue
-        answer = reference if isinstance(reference, str) else reference.answer
-        made_up = f"a made-up response that gives the reference answer {answer[:60]!r}"
+        answer = tested_reference if isinstance(tested_reference, str) else tested_reference.answer
+        example = f"a made-up response that gives the reference answer {answer[:60]!r}"
         if problem.startswith("reward.terms."):
             key, _, what = problem.partition(": ")
-            called = "called with a megarl.rewards.GradedResponse and its arguments, it must return a number"
-            raise ConfigError(f"{key}: fails on {made_up}: {what} ({called})")
-        if gym is not None:
-            task = json.loads(gym.entry)["task"]
-            raise ConfigError(f"data: reasoning-gym's scorer of {task} fails on {made_up}: {problem}")
+            requirement = (
+                "called with a megarl.rewards.GradedResponse and its arguments, it must return a number"
+            )
+            raise ConfigError(f"{key}: fails on {example}: {what} ({requirement})")
+        if gym_reference is not None:
+            task = json.loads(gym_reference.entry)["task"]
+            raise ConfigError(f"data: reasoning-gym's scorer of {task} fails on {example}: {problem}")
         raise ConfigError(
-            f"reward.verifier: {reward.verifier} fails on {made_up}: {problem} "
+            f"reward.verifier: {reward.verifier} fails on {example}: {problem} "
             "(it is called with the response and the reference answer, "
             "and must return a bool, a number or a Verdict)"
         )
@@ -322,20 +324,20 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
     ):
         if enabled and (problem := transformer_engine_problem(device)):
             raise ConfigError(f"{key} {problem} (make install-gpu, or {remedy})")
-    muon = [key for key in ("actor", "critic") if getattr(config, key).optimizer == "muon"]
-    if muon and (problem := muon_problem()):
+    muon_models = [key for key in ("actor", "critic") if getattr(config, key).optimizer == "muon"]
+    if muon_models and (problem := muon_problem()):
         remedy = "pip install 'megarl[muon]' on Python 3.12, or set it to adam"
-        raise ConfigError(f"{muon[0]}.optimizer: muon {problem} ({remedy})")
-    for package, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
-        if wanted and not replay and not find_spec(package):
+        raise ConfigError(f"{muon_models[0]}.optimizer: muon {problem} ({remedy})")
+    for package, is_used in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
+        if is_used and not replay and not find_spec(package):
             install = "pip install 'megarl[track]', or set it to false"
             raise ConfigError(f"log.{package}: {package} is not installed ({install})")
-    ranks = count_local_ranks(config.parallel)
-    if device == "cuda" and not world and not is_launched() and ranks > torch.cuda.device_count():
+    num_ranks = count_local_ranks(config.parallel)
+    if device == "cuda" and not world and not is_launched() and num_ranks > torch.cuda.device_count():
         sizes = config.parallel
         raise ConfigError(
             f"parallel: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp or 1}"
-            f"{f' x cp {sizes.cp}' if sizes.cp > 1 else ''} = {ranks} devices, "
+            f"{f' x cp {sizes.cp}' if sizes.cp > 1 else ''} = {num_ranks} devices, "
             f"but there are {torch.cuda.device_count()} here "
             "(lower one of them, or start megarl with torchrun on several machines)"
         )
@@ -344,23 +346,24 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
 def _check_engine_layout(
     config: Config, hf_config: Mapping[str, Any], device: torch.device, world: int | None = None
 ) -> None:
-    tp, cpu, remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.capabilities.remote
-    if not cpu and not remote and torch.cuda.device_count() % tp:
+    tp, is_cpu, is_remote = config.rollout.engine_tp, device.type == "cpu", config.rollout.capabilities.remote
+    if not is_cpu and not is_remote and torch.cuda.device_count() % tp:
         devices = f"the {torch.cuda.device_count()} devices of this node"
         raise ConfigError(
             f"rollout.engine_tp: {tp} does not divide {devices} (an engine lies within one node)"
         )
     world, rollout_ranks = _count_ranks(config, world), config.parallel.rollout_ranks
-    engine_targets(config, hf_config, world - rollout_ranks, cpu=cpu)
+    engine_targets(config, hf_config, world - rollout_ranks, cpu=is_cpu)
     load_engine_class(config).check_engines(config, hf_config, device, (rollout_ranks or world) // tp)
 
 
 def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDescription) -> None:
     positions = config.model.max_positions or folder.config.get("max_position_embeddings")
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_extent
-    if isinstance(positions, int) and prompt + response > positions:
+    prompt_tokens, response_tokens = config.data.max_prompt_tokens, config.rollout.max_extent
+    if isinstance(positions, int) and prompt_tokens + response_tokens > positions:
         raise ConfigError(
-            f"{where}: rollout.max_response_tokens: data.max_prompt_tokens {prompt} + {response} tokens "
+            f"{where}: rollout.max_response_tokens: "
+            f"data.max_prompt_tokens {prompt_tokens} + {response_tokens} tokens "
             f"exceed the {positions} positions of {folder.path} (lower one of them)"
         )
 
@@ -372,9 +375,9 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        probe = run_dir / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        probe_file = run_dir / f".writable-{os.getpid()}"
+        probe_file.touch()
+        probe_file.unlink()
     except OSError as error:
         raise ConfigError(
             f"run_dir: {run_dir}: cannot be written: {error.strerror} (choose another folder)"
@@ -382,23 +385,23 @@ def claim_run_dir(config: Config, *, fresh: bool = False) -> None:
     checkpoint, skipped = find_checkpoint(run_dir)
     has_records = (run_dir / "metrics.jsonl").exists()
     if fresh and (has_records or checkpoint is not None):
-        holds = "already holds a run, which --fresh never overwrites"
-        raise ConfigError(f"run_dir: {run_dir}: {holds} (choose another folder, or delete it)")
+        problem = "already holds a run, which --fresh never overwrites"
+        raise ConfigError(f"run_dir: {run_dir}: {problem} (choose another folder, or delete it)")
     if checkpoint is not None:
         check_continues(config, checkpoint)
     elif has_records:
         # A restart overwrites equal records.
         if has_finished(run_dir) or not config.checkpoint.every or not (run_dir / SETTINGS).is_file():
-            holds = "already holds a run, and no complete checkpoint to continue it from"
+            problem = "already holds a run, and no complete checkpoint to continue it from"
             details = "".join(f"; {line}" for line in skipped)
             raise ConfigError(
-                f"run_dir: {run_dir}: {holds} (choose another folder, or delete this one){details}"
+                f"run_dir: {run_dir}: {problem} (choose another folder, or delete this one){details}"
             )
-        then = read_json(run_dir / SETTINGS)
+        recorded_settings = read_json(run_dir / SETTINGS)
         for key, value in list_fixed_settings(config).items():
-            if key in then and then[key] != value:
-                differs = f"is {value!r}, the run in {run_dir} has {then[key]!r}"
-                raise ConfigError(f"{key}: {differs} (set it back, or choose another run_dir)")
+            if key in recorded_settings and recorded_settings[key] != value:
+                difference = f"is {value!r}, the run in {run_dir} has {recorded_settings[key]!r}"
+                raise ConfigError(f"{key}: {difference} (set it back, or choose another run_dir)")
     with mark_required(run_dir / SETTINGS):  # atomic: a partial file would prevent a restart
         write_atomic(run_dir / SETTINGS, json.dumps(list_fixed_settings(config), indent=1) + "\n")
 

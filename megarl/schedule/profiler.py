@@ -35,8 +35,8 @@ class Profiler:
         self.gpu = runtime.device.type == "cuda"
         self.activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
         rollout = config.rollout
-        decoded = 0 if rollout.capabilities.continuous_batching else layers * rollout.max_response_tokens
-        self.pauses_in = {"rollout"} if decoded > OPERATORS_IN_ROLLOUT else set[str]()
+        operators = 0 if rollout.capabilities.continuous_batching else layers * rollout.max_response_tokens
+        self.pauses_in = {"rollout"} if operators > OPERATORS_IN_ROLLOUT else set[str]()
         self.trace: profile | None = None
 
     @contextmanager
@@ -61,30 +61,33 @@ class Profiler:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name a phase in traces of torch and Nsight."""
-        pausing = self.trace if name in self.pauses_in else None
+        paused_trace = self.trace if name in self.pauses_in else None
         with record_function(name), torch.cuda.nvtx.range(name) if self.gpu else nullcontext():
-            if pausing is not None:
-                pausing.toggle_collection_dynamic(False, self.activities)
+            if paused_trace is not None:
+                paused_trace.toggle_collection_dynamic(False, self.activities)
             yield
-            if pausing is not None:
-                pausing.toggle_collection_dynamic(True, self.activities)
+            if paused_trace is not None:
+                paused_trace.toggle_collection_dynamic(True, self.activities)
 
     def _write(self, trace: profile, name: str) -> None:
         self.folder.mkdir(exist_ok=True)
-        raw = self.folder / f".{name}.json"
-        partial = self.folder / f".{name}"
+        raw_file = self.folder / f".{name}.json"
+        partial_file = self.folder / f".{name}"
         try:
-            trace.export_chrome_trace(str(raw))
-            if not raw.exists():  # torch ignores a full disk
+            trace.export_chrome_trace(str(raw_file))
+            if not raw_file.exists():  # torch ignores a full disk
                 raise OSError("torch has not written all of it")
-            with raw.open(encoding="utf-8") as lines, gzip.open(partial, "wt", 5, encoding="utf-8") as out:
-                renames = False
+            with (
+                raw_file.open(encoding="utf-8") as lines,
+                gzip.open(partial_file, "wt", 5, encoding="utf-8") as out,
+            ):
+                rename_next = False
                 for line in lines:
-                    if renames and _NAME.search(line):
-                        line, renames = _NAME.sub(rf'\1"rank {self.runtime.rank}"', line), False
-                    renames = renames or bool(_PROCESS.search(line))
+                    if rename_next and _NAME.search(line):
+                        line, rename_next = _NAME.sub(rf'\1"rank {self.runtime.rank}"', line), False
+                    rename_next = rename_next or bool(_PROCESS.search(line))
                     out.write(line)
-            partial.rename(self.folder / name)
+            partial_file.rename(self.folder / name)
         finally:
-            for left in self.folder.glob(f".{name}*"):
-                left.unlink()
+            for leftover in self.folder.glob(f".{name}*"):
+                leftover.unlink()

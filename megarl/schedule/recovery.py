@@ -75,14 +75,14 @@ class Recovery:
             with self.listeners.phase("resume", Step(stage, step)):
                 state = load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
                 run.source.load_state_dict(state["samplers"])
-                for name, one in self.stateful.items():
-                    one.load_state_dict(state[name])
+                for name, component in self.stateful.items():
+                    component.load_state_dict(state[name])
                 if len(state["generators"]) == run.runtime.world:
                     set_generator_states(state["generators"][run.runtime.rank])
                 self.listeners.rewind(stage, step)
             self.listeners.event(f"continues from {checkpoint.path}")
-            if moved := moved_schedule(run.config, checkpoint):
-                self.listeners.event(moved)
+            if schedule_warning := moved_schedule(run.config, checkpoint):
+                self.listeners.event(schedule_warning)
             if checkpoint.manifest["versions"] != versions():
                 self.listeners.event(
                     "package versions differ from the checkpoint's (manifest.json, versions.json): "
@@ -93,15 +93,15 @@ class Recovery:
         return 0 if checkpoint is None else checkpoint.done
 
     def take_seconds(self) -> float:
-        spent, self._spent = self._spent, 0.0
-        return spent
+        seconds, self._spent = self._spent, 0.0
+        return seconds
 
     def after_step(self, stage: str, step: int, *, last: bool) -> None:
         """Start the step's checkpoint if due. Raises Interrupted to leave."""
         self.longest_step = max(self.longest_step, time.monotonic() - self._since)
         self._since = time.monotonic()
         # A copy: the run may leave during the next step.
-        state = {name: one.state_dict() for name, one in self.stateful.items()}
+        state = {name: component.state_dict() for name, component in self.stateful.items()}
         self._last_step = stage, step, {"samplers": self.run.source.snapshot(), **state}
         with self.listeners.phase("checkpoint"):
             if self.every and (step % self.every == 0 or last):
@@ -128,10 +128,10 @@ class Recovery:
             self._save(now=True)
         self.writer.finish()
         reason = next(text for text in gather_objects(self.run.runtime, self.stop.reason, str | None) if text)
-        saved = f"step {step} of {stage} is saved in {self.run.config.run_dir}"
+        progress_text = f"step {step} of {stage} is saved in {self.run.config.run_dir}"
         if not step:
-            saved = "before the first step, nothing is lost"
-        raise Interrupted(f"{reason}: {saved}; the same command continues")
+            progress_text = "before the first step, nothing is lost"
+        raise Interrupted(f"{reason}: {progress_text}; the same command continues")
 
     def finish(self) -> None:
         with self.listeners.phase("checkpoint"):
@@ -141,7 +141,7 @@ class Recovery:
         assert self._last_step is not None
         started = time.perf_counter()
         stage, step, state = self._last_step
-        parts = self.run.critic_names if stage == PRETRAINING else tuple(self.run.models)
-        self.writer.save(stage, step, parts, state, now=now)
+        model_names = self.run.critic_names if stage == PRETRAINING else tuple(self.run.models)
+        self.writer.save(stage, step, model_names, state, now=now)
         self._last_saved = stage, step
         self._spent += time.perf_counter() - started

@@ -85,10 +85,12 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             remarks.append(f"recorded but not replayed: {', '.join(missing)}")
         names = sorted(recorded.keys() & replayed.keys())
         numbers = {name: (recorded[name], replayed[name]) for name in names}
-        after = None
+        final_checkpoint = None
         with suppress(CheckpointError):  # it may have been removed
-            after = open_checkpoint(config.run_dir / FOLDER / folder_name(config.main_stage, number))
-        weights = None if after is None else _compare_weights(run, after, runtime)
+            final_checkpoint = open_checkpoint(
+                config.run_dir / FOLDER / folder_name(config.main_stage, number)
+            )
+        weights = None if final_checkpoint is None else _compare_weights(run, final_checkpoint, runtime)
         return Outcome(exact, tolerance or TOLERANCE[config.model.dtype], numbers, weights, tuple(remarks))
     finally:
         run.close()
@@ -114,8 +116,8 @@ def recorded_numbers(config: Config, number: int) -> dict[str, float]:
     for record in read_metrics(config.run_dir).records:
         if record["stage"] == config.main_stage and record["step"] == number:
             if record.get("guard/skipped"):
-                skipped = f"step {number} was skipped because of a non-finite number"
-                raise DataError(f"{config.run_dir}: {skipped} (its batch is in failed/)")
+                problem = f"step {number} was skipped because of a non-finite number"
+                raise DataError(f"{config.run_dir}: {problem} (its batch is in failed/)")
             return {
                 name: value
                 for name, value in record.items()
@@ -136,8 +138,8 @@ def find_start(config: Config, number: int) -> Checkpoint | None:
         return open_checkpoint(path)
     if not (config.has_critic and config.value_pretraining.steps):
         return None
-    later = list((config.run_dir / FOLDER).glob("step-*"))
-    checkpoint, _ = find_checkpoint(config.run_dir, later)
+    step_folders = list((config.run_dir / FOLDER).glob("step-*"))
+    checkpoint, _ = find_checkpoint(config.run_dir, step_folders)
     if (
         checkpoint is None
         or checkpoint.stage != PRETRAINING
@@ -150,17 +152,17 @@ def find_start(config: Config, number: int) -> Checkpoint | None:
 
 def _compare_weights(run: Run, checkpoint: Checkpoint, runtime: Runtime) -> float:
 
-    def weights(name: str) -> list[torch.Tensor]:
+    def copy_weights(name: str) -> list[torch.Tensor]:
         run.residency.onload_for_checkpoint(name)
         return [parameter.detach().to("cpu", copy=True) for parameter in run.models[name].model.parameters()]
 
-    replayed = {name: weights(name) for name in run.models}
+    replayed_weights = {name: copy_weights(name) for name in run.models}
     load_checkpoint(checkpoint, run.models, run.residency.onload_for_checkpoint)
     largest = 0.0
     for name in run.models:
-        for mine, theirs in zip(replayed[name], weights(name), strict=True):
-            if not torch.equal(mine, theirs):
-                largest = max(largest, float((mine.float() - theirs.float()).abs().max()))
+        for replayed_weight, recorded_weight in zip(replayed_weights[name], copy_weights(name), strict=True):
+            if not torch.equal(replayed_weight, recorded_weight):
+                largest = max(largest, float((replayed_weight.float() - recorded_weight.float()).abs().max()))
     return max_over_ranks(runtime, largest)
 
 
@@ -177,9 +179,12 @@ def check_replay(config: Config, number: int) -> None:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    different = outcome.different
-    chosen = {name: outcome.numbers[name] for name in different if name in outcome.numbers}
-    details = [f"{name}: recorded {a:.9g}, replayed {b:.9g}" for name, (a, b) in chosen.items()]
+    different_names = outcome.different
+    different_numbers = {name: outcome.numbers[name] for name in different_names if name in outcome.numbers}
+    details = [
+        f"{name}: recorded {recorded:.9g}, replayed {replayed:.9g}"
+        for name, (recorded, replayed) in different_numbers.items()
+    ]
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
     verdict = f"{len(outcome.numbers) - len(details)} of {len(outcome.numbers)} numbers equal {rule}"
     if outcome.weights is not None:
@@ -188,5 +193,5 @@ def lines(outcome: Outcome) -> list[str]:
         *outcome.remarks,
         *details,
         verdict,
-        *([f"{len(different)} differ"] if different else []),
+        *([f"{len(different_names)} differ"] if different_names else []),
     ]

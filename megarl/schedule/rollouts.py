@@ -73,7 +73,7 @@ class RolloutStore:
     def write(self, number: int, batch: RolloutBatch, state: Mapping[str, Any]) -> None:
         """Write a rollout. state: JSON, rank 0's counts. Raises ConfigError."""
         folder, rank = self.folder / FOLDER.format(number), self.ranks.rank
-        part, sha256 = f"rank-{rank:05d}.safetensors", ""
+        file_name, sha256 = f"rank-{rank:05d}.safetensors", ""
 
         @contextmanager
         def writing(path: Path) -> Iterator[None]:
@@ -90,16 +90,16 @@ class RolloutStore:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True, mode=0o700)
-        with writing(folder / part):
+        with writing(folder / file_name):
             if len(batch.rows):
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
-                own = replace(batch.own, columns=batch.own.columns | columns)
-                sha256 = write_batch(folder / part, own)
-        parts = gather_to_rank_0(self.ranks, (part, sha256), tuple[str, str])
+                local_batch = replace(batch.own, columns=batch.own.columns | columns)
+                sha256 = write_batch(folder / file_name, local_batch)
+        file_digests = gather_to_rank_0(self.ranks, (file_name, sha256), tuple[str, str])
         with writing(folder / MANIFEST):
-            if parts is not None:
-                files = {name: digest for name, digest in parts if digest}
+            if file_digests is not None:
+                files = {name: digest for name, digest in file_digests if digest}
                 content = {"made_from": self.made_from, "files": files, "state": state}
                 text = json.dumps(content, default=str)  # a prompt's columns may have any type
                 digest = hashlib.sha256(text.encode()).hexdigest()
@@ -150,32 +150,38 @@ def read_rollout(
                 batches.append(read_batch(path.parent / name, digest))
     except DataError as error:
         problem = error
-    own, read = None, None
+    local_batch, local_rows = None, None
     if batches and problem is None:
-        own = join(batches)
-        own = own.select(own["row"].argsort())
-        columns = {name: own.columns.pop(name) for name in list(own.columns) if name not in TOKEN_COLUMNS}
-        columns.setdefault("prompt_length", own.prompt_lengths)  # missing in old files
+        local_batch = join(batches)
+        local_batch = local_batch.select(local_batch["row"].argsort())
+        columns = {
+            name: local_batch.columns.pop(name)
+            for name in list(local_batch.columns)
+            if name not in TOKEN_COLUMNS
+        }
+        columns.setdefault("prompt_length", local_batch.prompt_lengths)  # missing in old files
         if "begun" in columns:
             columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
-        columns |= {"length": own.lengths, "response_length": own.response_lengths}
-        read = columns, own.select([])
-    all_ranks = gather_objects(ranks, (problem, read), tuple[DataError | None, ReadRows | None])
+        columns |= {"length": local_batch.lengths, "response_length": local_batch.response_lengths}
+        local_rows = columns, local_batch.select([])
+    all_ranks = gather_objects(ranks, (problem, local_rows), tuple[DataError | None, ReadRows | None])
     if problem := next(filter(None, (theirs for theirs, _ in all_ranks)), None):
         raise problem
-    by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
-    owners = torch.cat([torch.full_like(theirs["row"], rank) for rank, theirs, _ in by_rank])
-    order = torch.cat([theirs["row"] for _, theirs, _ in by_rank]).argsort()
-    merged = {name: torch.cat([theirs[name] for _, theirs, _ in by_rank])[order] for name in by_rank[0][1]}
-    rows = merged.pop("row")
+    rows_by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
+    owners = torch.cat([torch.full_like(theirs["row"], rank) for rank, theirs, _ in rows_by_rank])
+    order = torch.cat([theirs["row"] for _, theirs, _ in rows_by_rank]).argsort()
+    merged_columns = {
+        name: torch.cat([theirs[name] for _, theirs, _ in rows_by_rank])[order] for name in rows_by_rank[0][1]
+    }
+    rows = merged_columns.pop("row")
     batch = RolloutBatch(
-        lengths=merged.pop("length"),
-        response_lengths=merged.pop("response_length"),
-        prompt_lengths=merged.pop("prompt_length"),
+        lengths=merged_columns.pop("length"),
+        response_lengths=merged_columns.pop("response_length"),
+        prompt_lengths=merged_columns.pop("prompt_length"),
         owners=owners[order],
-        columns=merged,
-        rows=read[0]["row"] if read is not None else rows[:0],
-        own=own if own is not None else by_rank[0][2],
+        columns=merged_columns,
+        rows=local_rows[0]["row"] if local_rows is not None else rows[:0],
+        own=local_batch if local_batch is not None else rows_by_rank[0][2],
     )
     state = manifest["state"]
     batch.metrics = dict(state["stats"])
@@ -198,7 +204,7 @@ def pretraining_rollouts(config: Config, prompts: Sequence[Prompt], ranks: Ranks
         files = sorted(path for path in config.model.path.iterdir() if path.suffix in MODEL_FILES)
         with ThreadPoolExecutor() as pool:
             digests = [
-                (path.name, text) for path, text in zip(files, pool.map(hash_file, files), strict=True)
+                (path.name, digest) for path, digest in zip(files, pool.map(hash_file, files), strict=True)
             ]
         made_from = sampling_settings(config) | {
             "model.path (sha256)": hashlib.sha256(repr(digests).encode()).hexdigest(),

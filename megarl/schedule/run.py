@@ -95,19 +95,19 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
     """Build models, batch source and weight sync. source: replaces the configured one, without engines."""
     tokenizer = load_tokenizer(config.model.path)
     folder, hf = open_model(config.model.path), read_hf_config(config.model.path)
-    stays = never_offloaded(config, gpu=runtime.device.type == "cuda")
-    offload, host = OffloadManager(runtime.device, stays), HostPool(runtime.device)
+    resident_groups = never_offloaded(config, gpu=runtime.device.type == "cuda")
+    offload, host = OffloadManager(runtime.device, resident_groups), HostPool(runtime.device)
 
     builder = ModelBuilder(config, runtime, folder, hf, offload, host)
     actor = builder.build_actor()
     critics = [builder.build_critic() for _ in range(config.critic.count if config.has_critic else 0)]
     reference = build_reference(builder, actor)
-    scorer = config.reward.model.path
-    reward_model = builder.build_frozen("reward", scorer) if config.has_reward_model else None
-    folders = config.teacher.folders.values() if config.has_teacher else ()
-    teachers = [builder.build_frozen("teacher", path) for path in folders]
+    reward_path = config.reward.model.path
+    reward_model = builder.build_frozen("reward", reward_path) if config.has_reward_model else None
+    teacher_paths = config.teacher.folders.values() if config.has_teacher else ()
+    teachers = [builder.build_frozen("teacher", path) for path in teacher_paths]
     states = config.algorithm.advantage_method.states
-    method_states = {name: load_function(make)(config.algorithm) for name, make in states}
+    method_states = {name: load_function(constructor)(config.algorithm) for name, constructor in states}
 
     engine, remote, weight_sync = None, None, None
     if source is None:

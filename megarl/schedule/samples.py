@@ -31,12 +31,12 @@ def add_tokens(
 ) -> list[SampleRecord]:
     """Return samples with columns of tokens; [] except on rank 0. Collective."""
     rows = broadcast_from_rank_0(runtime, list(samples), list[int])
-    own = token_columns(batch, rows) if runtime.is_replica_leader else {}
-    parts = gather_to_rank_0(runtime, own, dict[int, dict[str, Tensor]])
+    local_columns = token_columns(batch, rows) if runtime.is_replica_leader else {}
+    parts = gather_to_rank_0(runtime, local_columns, dict[int, dict[str, Tensor]])
     if parts is None:
         return []
     columns_by_row = {row: columns for part in parts for row, columns in part.items()}
-    complete = []
+    samples_with_tokens = []
     for row, sample in samples.items():
         numbers = {name: column.tolist() for name, column in columns_by_row[row].items()}
         ids, observed = numbers.pop("tokens"), numbers.pop("observed")
@@ -45,20 +45,20 @@ def add_tokens(
             sample = replace(
                 sample, advantage_mean=mean, advantage_min=min(advantages), advantage_max=max(advantages)
             )
-        half, left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
+        half, num_left_out = TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN
         columns: dict[str, Any]
-        if left_out <= 0:
+        if num_left_out <= 0:
             texts = decode_tokens(tokenizer, ids)
             columns = {name: _round(column) for name, column in numbers.items()}
         else:
             observed = [*observed[:half], False, *observed[-half:]]
-            gap = f"\n[... {left_out} tokens left out ...]\n"
+            gap = f"\n[... {num_left_out} tokens left out ...]\n"
             texts = [*decode_tokens(tokenizer, ids[:half]), gap, *decode_tokens(tokenizer, ids[-half:])]
             columns = {name: [*_round(c[:half]), None, *_round(c[-half:])] for name, c in numbers.items()}
-        complete.append(
+        samples_with_tokens.append(
             replace(sample, tokens=texts, observed=observed if any(observed) else None, **columns)
         )
-    return complete
+    return samples_with_tokens
 
 
 def _round(column: list[float]) -> list[float | None]:
@@ -69,16 +69,16 @@ def token_columns(batch: TrainBatch, rows: Iterable[int]) -> dict[int, dict[str,
     """Return row -> tokens, observed, advantages, values, for rows in this replica's batch.
 
     Observed tokens have NaN for both, tokens of earlier steps (`rollout.window`) for advantages."""
-    places = {row: i for i, row in enumerate(batch.rows.tolist())}
-    sampled_now, columns_by_row = batch.sampled_mask, {}
+    index_by_row = {row: i for i, row in enumerate(batch.rows.tolist())}
+    sampled_mask, columns_by_row = batch.sampled_mask, {}
     for row in rows:
-        if row in places:
-            tokens = response_indices(batch, places[row])
+        if row in index_by_row:
+            tokens = response_indices(batch, index_by_row[row])
             observed = ~batch.response_mask[tokens]
             columns = {"tokens": batch.tokens[tokens], "observed": observed}
-            for name, missing in (("advantages", ~sampled_now[tokens]), ("values", observed)):
+            for name, nan_mask in (("advantages", ~sampled_mask[tokens]), ("values", observed)):
                 if name in batch:
-                    columns[name] = batch[name][tokens].float().masked_fill(missing, math.nan)
+                    columns[name] = batch[name][tokens].float().masked_fill(nan_mask, math.nan)
             columns_by_row[row] = columns
     return columns_by_row
 
@@ -91,14 +91,14 @@ def response_indices(batch: TrainBatch, row: int) -> Tensor:
 def decode_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return each token's text. The first of a character's tokens has it; the others are empty."""
     texts: list[str] = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=False)
-    at = 0
-    while at < len(texts):
-        if "\ufffd" in texts[at]:
-            for end in range(at + 2, min(at + MAX_CHARACTER_TOKENS, len(ids)) + 1):
-                text = tokenizer.decode(list(ids[at:end]), skip_special_tokens=False)
+    start = 0
+    while start < len(texts):
+        if "\ufffd" in texts[start]:
+            for end in range(start + 2, min(start + MAX_CHARACTER_TOKENS, len(ids)) + 1):
+                text = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
                 if "\ufffd" not in text:
-                    texts[at:end] = [text] + [""] * (end - at - 1)
-                    at = end - 1
+                    texts[start:end] = [text] + [""] * (end - start - 1)
+                    start = end - 1
                     break
-        at += 1
+        start += 1
     return texts

@@ -23,19 +23,21 @@ class Scores:
     @property
     def k(self) -> int | None:
         """None if it varies."""
-        numbers = {len(group.samples) for group in self.groups}
-        return numbers.pop() if len(numbers) == 1 else None
+        sample_counts = {len(group.samples) for group in self.groups}
+        return sample_counts.pop() if len(sample_counts) == 1 else None
 
     @property
     def graded(self) -> list[SampleGroup]:
-        return [group for group in self.groups if all(r.graded for r in group.samples)]
+        return [group for group in self.groups if all(sample.graded for sample in group.samples)]
 
     def table(self) -> list[dict[str, Any]]:
         rows = []
         for group in self.graded:
-            answers, correct = group.samples, [r.correct for r in group.samples]
-            k = len(answers)
-            first = Counter(r.extracted for r in answers if r.extracted is not None).most_common(1)
+            answers, correct = group.samples, [sample.correct for sample in group.samples]
+            n = len(answers)
+            top_votes = Counter(
+                sample.extracted for sample in answers if sample.extracted is not None
+            ).most_common(1)
             rows.append(
                 {
                     "uid": group.prompt.uid,
@@ -44,15 +46,15 @@ class Scores:
                     "answer": group.prompt.answer,
                     "right": sum(correct),
                     "avg": avg_at_k(correct),
-                    "pass": pass_at_k(k, sum(correct), k),
-                    "pass_at": {str(some): pass_at_k(k, sum(correct), some) for some in ks_up_to(k)},
-                    "majority": majority_at_k([r.extracted for r in answers], correct),
-                    "vote": first[0][0] if first else None,
-                    "votes": first[0][1] if first else 0,
-                    "length_mean": sum(r.num_sampled for r in answers) / k,
-                    "truncated": sum(r.is_truncated for r in answers) / k,
-                    "unverified": sum(r.error is not None for r in answers) / k,
-                    "samples": k,
+                    "pass": pass_at_k(n, sum(correct), n),
+                    "pass_at": {str(k): pass_at_k(n, sum(correct), k) for k in ks_up_to(n)},
+                    "majority": majority_at_k([sample.extracted for sample in answers], correct),
+                    "vote": top_votes[0][0] if top_votes else None,
+                    "votes": top_votes[0][1] if top_votes else 0,
+                    "length_mean": sum(sample.num_sampled for sample in answers) / n,
+                    "truncated": sum(sample.is_truncated for sample in answers) / n,
+                    "unverified": sum(sample.error is not None for sample in answers) / n,
+                    "samples": n,
                 }
             )
         return rows
@@ -76,11 +78,11 @@ class Scores:
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k, or `avg` if k varies, with 95 % intervals."""
-        table, samples = self.table(), self.k
-        columns = {"avg" if samples is None else f"avg@{samples}": [row["avg"] for row in table]}
-        if samples is not None:
-            columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(samples)}
-            columns[f"majority@{samples}"] = [row["majority"] for row in table]
+        table, num_samples = self.table(), self.k
+        columns = {"avg" if num_samples is None else f"avg@{num_samples}": [row["avg"] for row in table]}
+        if num_samples is not None:
+            columns |= {f"pass@{k}": [row["pass_at"][str(k)] for row in table] for k in ks_up_to(num_samples)}
+            columns[f"majority@{num_samples}"] = [row["majority"] for row in table]
         intervals = {}
         for name, values in columns.items():
             if not values:
@@ -113,35 +115,45 @@ class EvaluationResult:
     @property
     def headline(self) -> Scores:
         """Return the scores over sets without a separate `every`: always the same problems."""
-        return Scores([group for one, groups in self.sets if one.every is None for group in groups])
+        return Scores(
+            [group for problem_set, groups in self.sets if problem_set.every is None for group in groups]
+        )
 
     def by_name(self) -> dict[str, Scores]:
         """Return the scores of named sets, and of the rest by data_source; {} if undivided."""
-        parts = group_by_source(group for one, groups in self.sets if not one.name for group in groups)
-        parts |= {one.name: groups for one, groups in self.sets if one.name}
-        divided = len(parts) > 1 or any(one.name for one, _ in self.sets)
-        return {name: Scores(parts[name]) for name in sorted(parts)} if divided else {}
+        groups_by_name = group_by_source(
+            group for problem_set, groups in self.sets if not problem_set.name for group in groups
+        )
+        groups_by_name |= {problem_set.name: groups for problem_set, groups in self.sets if problem_set.name}
+        is_divided = len(groups_by_name) > 1 or any(problem_set.name for problem_set, _ in self.sets)
+        return {name: Scores(groups_by_name[name]) for name in sorted(groups_by_name)} if is_divided else {}
 
     def stats(self) -> dict[str, float]:
         """Return eval/* of the headline and eval/<name>/* of each part of `by_name`."""
-        headline, named = self.headline, {one.name for one, _ in self.sets}
+        headline, set_names = self.headline, {problem_set.name for problem_set, _ in self.sets}
         stats: dict[str, float] = {}
         if headline.groups:
             stats = headline.means("eval")
         for name, scores in self.by_name().items():
             stats |= scores.means(f"eval/{name}")
-            if scores.k is not None and (name in named or scores.k != headline.k):
+            if scores.k is not None and (name in set_names or scores.k != headline.k):
                 stats[f"eval/{name}/k"] = scores.k
         return stats if headline.k is None else {**stats, "eval/k": headline.k}
 
     def table(self) -> list[dict[str, Any]]:
-        return [{**row, "set": one.name or None} for one, some in self.sets for row in Scores(some).table()]
+        return [
+            {**row, "set": problem_set.name or None}
+            for problem_set, groups in self.sets
+            for row in Scores(groups).table()
+        ]
 
     def answers(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        for one, group in ((one, group) for one, groups in self.sets for group in groups):
-            for i, (r, text) in enumerate(group.texts(tokenizer)):
+        for problem_set, group in (
+            (problem_set, group) for problem_set, groups in self.sets for group in groups
+        ):
+            for i, (sample, text) in enumerate(group.texts(tokenizer)):
                 yield {
-                    "set": one.name or None,
+                    "set": problem_set.name or None,
                     "data_source": group.prompt.source_name,
                     "uid": group.prompt.uid,
                     "question": group.prompt.question,
@@ -149,12 +161,12 @@ class EvaluationResult:
                     "answer": group.prompt.answer,
                     "index": i,
                     "response": text,
-                    "turns": r.turn_texts(tokenizer),
-                    "extracted": r.extracted,
-                    "correct": r.correct,
-                    "score": r.score,
-                    "truncated": r.is_truncated,
-                    "error": r.error,
-                    "graded": r.graded,
-                    "length": r.num_sampled,
+                    "turns": sample.turn_texts(tokenizer),
+                    "extracted": sample.extracted,
+                    "correct": sample.correct,
+                    "score": sample.score,
+                    "truncated": sample.is_truncated,
+                    "error": sample.error,
+                    "graded": sample.graded,
+                    "length": sample.num_sampled,
                 }

@@ -137,21 +137,21 @@ class Generation(BatchSource):
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
         """Sample and grade groups until the batch is full (DAPO eq. 11)."""
-        pretraining, events = stage == PRETRAINING, list[str]()
-        if pretraining:
-            stored, events = self.pretraining_rollouts.read(number)
-            if stored is not None:
-                batch, state = stored
+        is_pretraining, events = stage == PRETRAINING, list[str]()
+        if is_pretraining:
+            stored_rollout, events = self.pretraining_rollouts.read(number)
+            if stored_rollout is not None:
+                batch, state = stored_rollout
                 # Continue as if this batch had been sampled now.
                 self.load_state_dict(state["samplers"])
                 batch.metrics = {"rollout/reused": 1.0, **batch.metrics}
                 return batch
-        batch = self.rollout_rank.collect(-number if pretraining else number)  # separate seeds
+        batch = self.rollout_rank.collect(-number if is_pretraining else number)  # separate seeds
         batch.events = events
         self._waited += self.rollout_rank.seconds["gather"]
         self._store(stage, number, batch)
         batch.metrics |= {f"inside/{part}": seconds for part, seconds in self.rollout_rank.seconds.items()}
-        if pretraining:
+        if is_pretraining:
             batch.metrics["rollout/reused"] = 0.0
         return batch
 
@@ -171,8 +171,10 @@ class Generation(BatchSource):
         store.write(number, batch, state)
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
-        due = [one for one in self.sets if self.config.evaluates(step, one.every)]
-        result = EvaluationResult(self.rollout_rank.evaluate(due))
+        due_sets = [
+            problem_set for problem_set in self.sets if self.config.evaluates(step, problem_set.every)
+        ]
+        result = EvaluationResult(self.rollout_rank.evaluate(due_sets))
         self._waited += self.rollout_rank.seconds["gather"]
         return result.stats(), result.answers(self.tokenizer)
 
@@ -226,15 +228,15 @@ class SupervisedPairs(BatchSource):
         report, key = ReadReport(), config.supervised.response_key
         self.reports, self.batch = {"train": report}, config.supervised.batch
         self.pairs = read_pairs(config.data.train, config.data, key, tokenizer, report)
-        content = sha256(repr(self.pairs).encode()).hexdigest()
-        self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle, content)
+        checksum = sha256(repr(self.pairs).encode()).hexdigest()
+        self.sampler = PromptSampler(len(self.pairs), config.seed, config.data.shuffle, checksum)
 
     def rollout(self, stage: str, number: int) -> RolloutBatch:
-        chosen = [self.pairs[i] for i in self.sampler.take(self.batch)]
-        pairs = [prompt for prompt, _ in chosen], [response for _, response in chosen]
-        batch = RolloutBatch.from_train_batch(TrainBatch.build(*pairs))
-        batch["correct"] = torch.ones(len(chosen), dtype=torch.bool)
-        batch["truncated"] = torch.zeros(len(chosen), dtype=torch.bool)
+        chosen_pairs = [self.pairs[i] for i in self.sampler.take(self.batch)]
+        columns = [prompt for prompt, _ in chosen_pairs], [response for _, response in chosen_pairs]
+        batch = RolloutBatch.from_train_batch(TrainBatch.build(*columns))
+        batch["correct"] = torch.ones(len(chosen_pairs), dtype=torch.bool)
+        batch["truncated"] = torch.zeros(len(chosen_pairs), dtype=torch.bool)
         return batch
 
     def snapshot(self) -> dict[str, Any]:

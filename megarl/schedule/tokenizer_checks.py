@@ -53,8 +53,8 @@ def check_tokenizer(config: Config, folder: ModelFolder | ModelDescription, key:
     if problem:
         raise CheckpointError(f"{key}: {_blame(path, problem)}")
     if not isinstance(tokenizer.eos_token_id, int):
-        lacks = "its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)"
-        raise CheckpointError(f"{key}: {path}: {lacks}")
+        eos_problem = "its tokenizer has no end-of-sequence token (set eos_token in tokenizer_config.json)"
+        raise CheckpointError(f"{key}: {path}: {eos_problem}")
     if config.data.template == "chat":
         _check_template(config, tokenizer)
     check_vocabulary(folder, key, tokenizer)
@@ -82,9 +82,9 @@ def _blame(path: Path, problem: str) -> str:
     file, template = path / "tokenizer.json", path / "chat_template.jinja"
     file_problem = _try(lambda: Tokenizer.from_file(str(file)))[1] if file.is_file() else ""
     template_problem = _try(lambda: template.read_text(encoding="utf-8"))[1] if template.is_file() else ""
-    blamed = file if file_problem else template if template_problem else path / "tokenizer_config.json"
-    blamed = blamed if blamed.is_file() else path
-    return f"{blamed}: its tokenizer cannot be loaded: {file_problem or problem}"
+    culprit = file if file_problem else template if template_problem else path / "tokenizer_config.json"
+    culprit = culprit if culprit.is_file() else path
+    return f"{culprit}: its tokenizer cannot be loaded: {file_problem or problem}"
 
 
 def _check_template(config: Config, tokenizer: Any) -> None:
@@ -92,14 +92,14 @@ def _check_template(config: Config, tokenizer: Any) -> None:
         remedy = "set data.template=raw, or add one to the model's folder"
         raise ConfigError(f"data.template: the tokenizer has no chat template ({remedy})")
     try:
-        example = [{"role": "user", "content": "1 + 1 = ?"}]
+        messages = [{"role": "user", "content": "1 + 1 = ?"}]
         with memory_limit():
-            render_chat(tokenizer, example, variables=config.data.chat_template_kwargs)
+            render_chat(tokenizer, messages, variables=config.data.chat_template_kwargs)
     except MegarlError:
         raise
     except Exception as error:  # noqa: BLE001 (errors of jinja, and of the template's expressions)
-        fails = f"the tokenizer's chat template fails: {type(error).__name__}: {error}"
-        raise ConfigError(f"data.template: {fails} (fix it, or set data.template=raw)") from None
+        problem = f"the tokenizer's chat template fails: {type(error).__name__}: {error}"
+        raise ConfigError(f"data.template: {problem} (fix it, or set data.template=raw)") from None
 
 
 def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer: Any) -> None:
@@ -120,25 +120,32 @@ def check_vocabulary(folder: ModelFolder | ModelDescription, key: str, tokenizer
 
 def check_same_tokenizer(path: Path, key: str, tokenizer: Any) -> None:
     """Check that a model has (at least) the actor's tokens, with equal ids and splits."""
-    theirs, problem = _load(path)
+    other_tokenizer, problem = _load(path)
     if problem:
         raise CheckpointError(f"{key}: {path}: its tokenizer cannot be loaded: {problem}")
-    own, other, different = tokenizer.get_vocab(), theirs.get_vocab(), []
-    for token, number in sorted(own.items(), key=itemgetter(1)):
-        if other.get(token) != number:
-            there = f"number {other[token]}" if token in other else "missing"
-            different.append(f"{token!r}, token {number} of the actor, is {there} there")
+    actor_vocab, other_vocab, differences = tokenizer.get_vocab(), other_tokenizer.get_vocab(), []
+    for token, token_id in sorted(actor_vocab.items(), key=itemgetter(1)):
+        if other_vocab.get(token) != token_id:
+            other_entry = f"number {other_vocab[token]}" if token in other_vocab else "missing"
+            differences.append(f"{token!r}, token {token_id} of the actor, is {other_entry} there")
             break
     else:
-        pair = [json.loads(one.backend_tokenizer.to_str()) for one in (tokenizer, theirs)]
-        special = [{t["content"] for t in one["added_tokens"] if t["special"]} & own.keys() for one in pair]
+        backends = [json.loads(side.backend_tokenizer.to_str()) for side in (tokenizer, other_tokenizer)]
+        special_tokens = [
+            {t["content"] for t in side["added_tokens"] if t["special"]} & actor_vocab.keys()
+            for side in backends
+        ]
         parts = {
-            "merges differ": [one["model"].get("merges") for one in pair],
-            "special tokens differ": special,
-            "normalisation differs": [one["normalizer"] for one in pair],
-            "pre-tokenisation differs": [one["pre_tokenizer"] for one in pair],
+            "merges differ": [side["model"].get("merges") for side in backends],
+            "special tokens differ": special_tokens,
+            "normalisation differs": [side["normalizer"] for side in backends],
+            "pre-tokenisation differs": [side["pre_tokenizer"] for side in backends],
         }
-        different += [f"their {what}" for what, (mine, its) in parts.items() if mine != its]
-    if different:
+        differences += [
+            f"their {difference}"
+            for difference, (actor_value, other_value) in parts.items()
+            if actor_value != other_value
+        ]
+    if differences:
         remedy = "it is given the actor's tokens: choose one that was trained from the same family"
-        raise CheckpointError(f"{key}: {path}: its tokenizer is not the actor's: {different[0]} ({remedy})")
+        raise CheckpointError(f"{key}: {path}: its tokenizer is not the actor's: {differences[0]} ({remedy})")

@@ -57,18 +57,20 @@ class Trainer:
             for critic in run.critics if pretrains else ():
                 # Before resume(): a checkpoint holds only the position in the schedule.
                 critic.start_schedule(pretraining.steps, constant_lr=pretraining.lr or config.critic.lr)
-            done = self.recovery.resume()
+            finished_steps = self.recovery.resume()
             for phase in self.phases:
                 if phase.name == WEIGHT_TRANSFER:
                     run.residency.onload(phase.name, phase.on_gpu)
-                    run.publish(done)
+                    run.publish(finished_steps)
             if checkpoint is None:
                 self.evaluate(0)
             if pretrains and run.critics:
                 self.pretrain_values()
             if run.remote is not None:
-                run.remote.order_first_steps(done, checkpoint.path if done and checkpoint else None)
-            for number in range(done + 1, config.steps + 1):
+                run.remote.order_first_steps(
+                    finished_steps, checkpoint.path if finished_steps and checkpoint else None
+                )
+            for number in range(finished_steps + 1, config.steps + 1):
                 self.step(Step(self.stage, number))
                 self.evaluate(number)
                 if run.remote is not None:
@@ -76,9 +78,9 @@ class Trainer:
                 self.recovery.after_step(self.stage, number, last=number == config.steps)
             self.recovery.finish()
             if config.checkpoint.export_hf:
-                self.export("actor", config.run_dir / "hf", changed=done < config.steps)
+                self.export("actor", config.run_dir / "hf", changed=finished_steps < config.steps)
                 if config.actor.lora.rank is not None:
-                    folder, changed = config.run_dir / "lora", done < config.steps
+                    folder, changed = config.run_dir / "lora", finished_steps < config.steps
                     self.export("actor", folder, changed=changed, adapters=True)
 
     def pretrain_values(self) -> None:
@@ -88,11 +90,11 @@ class Trainer:
             step = Step(PRETRAINING, progress.steps + 1)
             self.step(step)
             explained = step.metrics.get("value/explained_variance", -math.inf)  # a skipped step has none
-            enough = explained >= config.explained_variance
-            progress.steps, progress.done = step.number, enough or step.number == config.steps
-            if enough:
-                reached = f"explained variance {explained:.3f}"
-                self.listeners.event(f"value pretraining ends at step {step.number}: {reached}")
+            is_fitted = explained >= config.explained_variance
+            progress.steps, progress.done = step.number, is_fitted or step.number == config.steps
+            if is_fitted:
+                reason = f"explained variance {explained:.3f}"
+                self.listeners.event(f"value pretraining ends at step {step.number}: {reason}")
             self.recovery.after_step(PRETRAINING, step.number, last=progress.done)
         for critic in self.run.critics:
             critic.start_schedule(self.config.steps)
@@ -111,8 +113,8 @@ class Trainer:
                 step.events.append(self.guards.count_failure(error))
                 step.metrics["guard/skipped"] = 1.0
                 # Engines expect this version even if weights are unchanged.
-                transfer = [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
-                self.run_phases(step, transfer, weights_changed=True)
+                transfer_phases = [phase for phase in phases if phase.name == WEIGHT_TRANSFER]
+                self.run_phases(step, transfer_phases, weights_changed=True)
             else:
                 self.fresh_stages.discard(step.stage)
                 if not self.has_passed_step and (line := warn_unfused_attention(self.config.model)):
@@ -147,15 +149,17 @@ class Trainer:
 
     def evaluate(self, number: int) -> None:
         config = self.config
-        if not config.has_engine or not any(config.evaluates(number, one.every) for one in config.data.eval):
+        if not config.has_engine or not any(
+            config.evaluates(number, entry.every) for entry in config.data.eval
+        ):
             return
         started = time.perf_counter()
         with self.listeners.phase("evaluation"):
             self.run.transfer_pending(wait=True)
             self.run.residency.onload("evaluation", {"engine.weights", "engine.kv_cache"})
             stats, answers = self.run.source.evaluate(number)
-        spent = time.perf_counter() - started
-        self.listeners.on_evaluation(number, {**stats, "time/evaluation": spent}, answers)
+        seconds = time.perf_counter() - started
+        self.listeners.on_evaluation(number, {**stats, "time/evaluation": seconds}, answers)
 
     def export(self, which: str, out: Path, *, changed: bool, adapters: bool = False) -> None:
         """Export a model, unless an earlier start has and weights have not `changed`."""
@@ -170,5 +174,5 @@ class Trainer:
             model, config = self.run.models[which], self.config
             export_model(model, config, self.run.runtime, out, adapters=adapters)
             barrier(self.run.runtime)
-        what = f"adapters of the {which}" if adapters else which
-        self.listeners.event(f"{what} written to {out}", keep=False)
+        description = f"adapters of the {which}" if adapters else which
+        self.listeners.event(f"{description} written to {out}", keep=False)

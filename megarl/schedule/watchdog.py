@@ -80,8 +80,8 @@ class Watchdog:
 
     def phase(self, name: str, stage: str | None = None, step: int | None = None) -> None:
         with self._lock:
-            given = {"phase": name, "stage": stage, "step": step}
-            self._state |= {key: value for key, value in given.items() if value is not None}
+            new_state = {"phase": name, "stage": stage, "step": step}
+            self._state |= {key: value for key, value in new_state.items() if value is not None}
             self._phase_started = time.monotonic()
             self._phases += 1
         self._beat()
@@ -110,12 +110,16 @@ class Watchdog:
                     self._reported = True
                     self._report()
             limit = self.config.limits.get(self._state["phase"], self.config.limit)
-            taken = time.monotonic() - self._phase_started
-            if taken > limit:
-                self._fire(f"phase {self._state['phase']} has taken {taken:.0f} s, its limit is {limit:g} s")
-            elif (silent := time.monotonic() - self._last_beat) > self.config.silence / 2:
+            seconds = time.monotonic() - self._phase_started
+            if seconds > limit:
+                self._fire(
+                    f"phase {self._state['phase']} has taken {seconds:.0f} s, its limit is {limit:g} s"
+                )
+            elif (silent_seconds := time.monotonic() - self._last_beat) > self.config.silence / 2:
                 path = self.folder / BEAT.format(self.rank)
-                line = f"{path}: cannot be written for {silent:.0f} s: {self._beat_error} ({MAKE_ROOM})"
+                line = (
+                    f"{path}: cannot be written for {silent_seconds:.0f} s: {self._beat_error} ({MAKE_ROOM})"
+                )
                 self._leave(f"rank {self.rank}: {line}", StorageError.code)
             elif self._next_is_silent():
                 silence = f"watchdog.silence, {self.config.silence:g} s"
@@ -123,12 +127,12 @@ class Watchdog:
 
     def _next_is_silent(self) -> bool:
         beat = read_beat(self.folder, self._next_rank) or {}
-        now, number = time.monotonic(), beat.get("beat", -1)
-        if number != self._next_beat:
-            self._next_beat, self._next_changed = number, now
+        now, beat_number = time.monotonic(), beat.get("beat", -1)
+        if beat_number != self._next_beat:
+            self._next_beat, self._next_changed = beat_number, now
         if now - self._next_changed <= self.config.silence:
             return False
-        if number == -1 and self._phases == 0:
+        if beat_number == -1 and self._phases == 0:
             return False  # it may still be starting
         return beat.get("phase") not in ("end", "failed")
 
@@ -144,7 +148,7 @@ class Watchdog:
             elif thread.name != "watchdog":
                 stacks.append(f"thread {thread.name}:\n{''.join(traceback.format_stack(frame))}")
         with self._lock:
-            here = Report(
+            report = Report(
                 **{key: self._state[key] for key in ("rank", "host", "pid", "stage", "step", "phase")},
                 phases=self._phases,
                 seconds=round(time.monotonic() - self._phase_started, 1),
@@ -154,7 +158,7 @@ class Watchdog:
                 stack="\n".join(stacks),
             )
         path = self.folder / REPORT.format(self.rank)
-        write_atomic(path, json.dumps(asdict(here)))
+        write_atomic(path, json.dumps(asdict(report)))
 
     def _fire(self, reason: str) -> None:
         """Report the hang and end, even if the report fails."""
@@ -180,25 +184,25 @@ class Watchdog:
             return None
         self._reported = True
         paths = {rank: self.folder / REPORT.format(rank) for rank in range(self.world)}
-        end = time.monotonic() + PATIENCE * self.config.period
-        while time.monotonic() < end and not all(path.exists() for path in paths.values()):
+        deadline = time.monotonic() + PATIENCE * self.config.period
+        while time.monotonic() < deadline and not all(path.exists() for path in paths.values()):
             time.sleep(0.05)
         texts = {rank: _read(path) for rank, path in paths.items()}
         reports = {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
         beats = {rank: read_beat(self.folder, rank) for rank in range(self.world)}
-        silent = [rank for rank in beats if rank not in reports]
-        self._request_stacks([beats[rank] for rank in silent])
-        line = find_culprit(reports, beats)
-        parts = [f"culprit: {line}", f"why now: {reason}", "", *map(str, reports.values())]
-        parts += [f"rank {rank}: no answer; last heartbeat: {beats[rank]}" for rank in silent]
+        silent_ranks = [rank for rank in beats if rank not in reports]
+        self._request_stacks([beats[rank] for rank in silent_ranks])
+        culprit = find_culprit(reports, beats)
+        parts = [f"culprit: {culprit}", f"why now: {reason}", "", *map(str, reports.values())]
+        parts += [f"rank {rank}: no answer; last heartbeat: {beats[rank]}" for rank in silent_ranks]
         for rank, report in reports.items():
             parts.append(f"\n==== rank {rank}, {report.host}, pid {report.pid}\n{report.stack}")
-        for rank in silent:
+        for rank in silent_ranks:
             stack = _read(self.folder / STACK.format(rank))
             parts.append(f"\n==== rank {rank}\n{stack or 'no stack: the process did not react to a signal'}")
         path = self.run_dir / time.strftime("hang-%Y%m%d-%H%M%S.txt")
         write_atomic(path, "\n".join(parts) + "\n")
-        return f"the run hangs: {line}; {reason}; every rank's place is in {path}"
+        return f"the run hangs: {culprit}; {reason}; every rank's place is in {path}"
 
     def _request_stacks(self, beats: Sequence[Mapping[str, Any] | None]) -> None:
         """Have silent local ranks write their stacks in a signal handler."""
@@ -253,17 +257,17 @@ class Report:
     @property
     def innermost(self) -> str:
         lines = [line.strip() for line in self.stack.split("\n\n")[0].splitlines()]
-        places = [line for line in lines if line.startswith("File ")]
-        return places[-1] if places else "an unknown place"
+        frame_lines = [line for line in lines if line.startswith("File ")]
+        return frame_lines[-1] if frame_lines else "an unknown place"
 
 
 def find_wait(frame: FrameType | None) -> str | None:
     name = None
     while frame is not None:
-        inside = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
-        if inside and frame.f_code.co_name != "wrapper":
+        is_wait = any(frame.f_code.co_filename.endswith(path) for path in WAITS)
+        if is_wait and frame.f_code.co_name != "wrapper":
             name = frame.f_code.co_name
-        elif name and not inside and not any(one in frame.f_code.co_filename for one in LIBRARIES):
+        elif name and not is_wait and not any(part in frame.f_code.co_filename for part in LIBRARIES):
             code = frame.f_code
             return f"{name}, called in {Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
@@ -274,21 +278,23 @@ def find_culprit(reports: Mapping[int, Report], beats: Mapping[int, Mapping[str,
     """Describe the rank that does not answer, else works while others wait, else is behind."""
     for rank, beat in beats.items():
         if rank not in reports:
-            seen = "has never reported its phase"
+            last_phase = "has never reported its phase"
             if beat:
-                seen = f"was last seen in phase {beat['phase']} of {beat['stage']} step {beat['step']}"
+                last_phase = f"was last seen in phase {beat['phase']} of {beat['stage']} step {beat['step']}"
             reasons = "it is stopped, holds the interpreter, or its machine is gone"
-            return f"rank {rank} does not answer ({reasons}) and {seen}"
+            return f"rank {rank} does not answer ({reasons}) and {last_phase}"
     waiting = [report for report in reports.values() if report.waits_in is not None]
     working = [report for report in reports.values() if report.waits_in is None]
     if waiting and working:
-        first = min(working, key=lambda report: report.phases)
-        others = f"{len(waiting)} rank{'s wait' if waiting[1:] else ' waits'} in {waiting[0].waits_in}"
-        return f"rank {first.rank} is in phase {first.phase}, at {first.innermost}, while {others}"
-    behind = min(reports.values(), key=lambda report: report.phases)
-    if behind.phases < max(report.phases for report in reports.values()):
-        where = behind.waits_in or behind.innermost
-        return f"rank {behind.rank} is behind the others, in phase {behind.phase} ({where})"
+        culprit = min(working, key=lambda report: report.phases)
+        waiting_text = f"{len(waiting)} rank{'s wait' if waiting[1:] else ' waits'} in {waiting[0].waits_in}"
+        return (
+            f"rank {culprit.rank} is in phase {culprit.phase}, at {culprit.innermost}, while {waiting_text}"
+        )
+    laggard = min(reports.values(), key=lambda report: report.phases)
+    if laggard.phases < max(report.phases for report in reports.values()):
+        where = laggard.waits_in or laggard.innermost
+        return f"rank {laggard.rank} is behind the others, in phase {laggard.phase} ({where})"
     if not waiting:
-        return f"rank {behind.rank} and all others are in phase {behind.phase}, at {behind.innermost}"
-    return f"all ranks wait for each other in {behind.waits_in}: the connection between them is at fault"
+        return f"rank {laggard.rank} and all others are in phase {laggard.phase}, at {laggard.innermost}"
+    return f"all ranks wait for each other in {laggard.waits_in}: the connection between them is at fault"
