@@ -1,6 +1,7 @@
-"""What Qwen3.5 alone has, whose gated delta nets have states: sequences know nothing of each other; and the
-language model of a published folder. (Its row in tests/families.py: log-probabilities, gradients, values,
-checkpoints.)"""
+"""Features that only Qwen3.5 has: sequences do not share the states of its gated delta nets.
+
+Also the language model of a published folder. Its row in tests/families.py covers log-probabilities,
+gradients, values and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ Ranks = Callable[..., RankPool]
 def test_no_state_of_one_response_reaches_another(
     layout: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Of sequences in one pack, some of which share a padded row's bucket, one after the other is changed:
-    the log-probabilities of the others stay the same to the bit, and its own change."""
+    """Changing one sequence of a micro-batch changes only its log-probabilities; others are bitwise equal.
+
+    Some of the sequences share the bucket of a padded row."""
     folder = tiny(tmp_path, "qwen3_5_text", vocab=101, **ROWS["qwen3_5_text"].models[0])
     prompts, responses = sequences(101)
     pool, ends = ranks(*layout), torch.tensor([0, *map(len, responses)]).cumsum(0)
