@@ -28,7 +28,7 @@ NAMES = "tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}-cp{0[4]}".format
 def test_the_likeliest_tokens_equal_hugging_face(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """A teacher's top-k tokens match on every rank of the last stage, if tp does not divide the vocabulary."""
+    """A teacher's top-k tokens match on the last stage's ranks, for a vocabulary that tp does not divide."""
     prompts, responses = sequences(307)
     folder = make_tiny_model(tmp_path, "qwen3", vocab=307, layers=2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -89,7 +89,7 @@ def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
-    """Megarl skips multi-token prediction layers, as transformers does, and reports them; exports have none."""
+    """Conversion skips multi-token prediction layers, as transformers does; an export declares none."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=101)
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.4.eh_proj.weight"
     save_file({**tensors, name: torch.ones(32, 64)}, folder / "model.safetensors", metadata={"format": "pt"})

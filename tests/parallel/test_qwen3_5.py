@@ -56,7 +56,7 @@ def test_no_state_of_one_response_reaches_another(
 
 
 def take_language_model(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what docs/families.md says to do with a published folder."""
+    """Run the program of docs/families.md on a published folder."""
     page = (Path(__file__).parents[2] / "docs/families.md").read_text()
     program = dedent(page.partition("Qwen3.5-9B-text <<'EOF'\n")[2].partition("  EOF\n")[0])
     monkeypatch.setattr(sys, "argv", ["-", str(source), str(out)])
@@ -65,7 +65,7 @@ def take_language_model(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What docs/families.md says to do with one makes a folder that can be trained, bit for bit."""
+    """The program of docs/families.md makes a trainable folder with bitwise the published weights."""
     source, out = tmp_path / "published", tmp_path / "text"
     text = read_config(tiny(tmp_path / "tiny", "qwen3_5_text", vocab=307, tied=True))
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}

@@ -74,7 +74,7 @@ def test_stacked_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
-    """Megarl skips the multi-token prediction layers of published Qwen3-Next folders, as transformers does."""
+    """Conversion skips the multi-token prediction layers of Qwen3-Next folders, as transformers does."""
     folder = tiny(tmp_path / "model", "qwen3_next", vocab=101)
     tensors = load_file(folder / "model.safetensors")
     more = {

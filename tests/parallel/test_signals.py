@@ -85,8 +85,9 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The rank is the first with an engine, which reports errors of all engines, since trainers may not see
-    them."""
+    """The rank is the first with an engine, which reports an error of all engines.
+
+    Trainers may not get that error."""
     left: list[bool] = []
     at_exit: list[int] = []
 

@@ -36,7 +36,7 @@ def predicted(name: str) -> Estimate:
 
 
 def is_held(row: dict[str, Any]) -> bool:
-    """Return whether the estimate must be close: lengths and settings are published, and Megatron was used."""
+    """Return whether the estimate must be close: Megatron was used with published lengths and settings."""
     return bool(row["length_published"] and row.get("held", True))
 
 
