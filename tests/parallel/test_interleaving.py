@@ -232,8 +232,8 @@ def test_stages_wait_for_none_that_waits_for_them(
 ) -> None:
     """No deadlock occurs with NCCL's semantics.
 
-    Sends complete only with their receiver, and synchronising the device waits for all of them. Each pair of ranks has exchanged point-to-point messages at start, where NCCL
-    creates the pair's communicator."""
+    Sends complete only with their receiver, and synchronising the device waits for all of them. Each pair
+    of ranks has exchanged point-to-point messages at start, where NCCL creates the pair's communicator."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=8, tied=True)
     arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
     options = {"budget": 34, "overlap_warmup_flush": flush}

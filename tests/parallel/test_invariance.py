@@ -281,8 +281,8 @@ def test_prompts_that_are_computed_once_change_no_gradient(
 ) -> None:
     """Sharing the computation of prompts changes no gradient.
 
-    Cases: three groups, one of a single response, in any order, a token budget that splits a group, and sequence
-    parallelism. With turns, responses have observations and some start with one."""
+    Cases: three groups, one of a single response, in any order; a token budget that splits a group; and
+    sequence parallelism. With turns, responses have observations and some start with one."""
     which, options = SHARED[term]
     classification = "token" if which == "critic" else None
     folder = make_tiny_model(

@@ -1,7 +1,7 @@
 """Muon of megatron-core, compared with a float64 loop, and with checkpoints and offload.
 
-The loop is the update of arXiv 2502.16982, algorithm 1 and equation 4. Needs emerging-optimizers, which requires Python
-3.12."""
+The loop is the update of arXiv 2502.16982, algorithm 1 and equation 4. Needs emerging-optimizers, which
+requires Python 3.12."""
 
 from __future__ import annotations
 
