@@ -84,8 +84,7 @@ def test_a_shared_prompt_is_attended_to_by_each_response(
 
     The number of pairs that are masked at once does not matter."""
     g = torch.Generator().manual_seed(1 + len(families))
-    # Each sequence has its tokens, the start of its prompt in the pack, and the tokens of that prompt, or
-    # 0.
+    # For each sequence: its tokens in the pack, the start of its prompt, and the prompt tokens it shares.
     lengths, begins, skipped, columns, total = [], [], [], [], 0
     for prompt, responses in families:
         begin = total

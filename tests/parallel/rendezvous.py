@@ -1,4 +1,4 @@
-"""Messages between pipeline stages with NCCL's possible semantics, over gloo.
+"""Messages between pipeline stages over gloo, with semantics that NCCL may have.
 
 A send completes only with its receive (gloo may complete a small one at once). Where Megatron synchronises
 the device, all started messages must complete."""

@@ -53,7 +53,7 @@ def test_values_and_scores_equal_one_ranks(
 ) -> None:
     """The critic's values and a reward model's scores at the last token match those of one rank.
 
-    At the end of a chunk, the last token and the one before it lie on different ranks."""
+    If a chunk ends between them, the last token and the one before it lie on different ranks."""
     prompts, responses = sequences(101)
     for kind, job in (("token", jobs.values), ("sequence", jobs.reward_scores)):
         folder = make_tiny_model(tmp_path / kind, "qwen3", vocab=101, layers=2, classification=kind)

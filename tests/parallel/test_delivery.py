@@ -52,7 +52,7 @@ def held_by(whole: TrainBatch, owners: torch.Tensor, rank: int) -> RolloutBatch:
 
 
 def deliver_cases(runtime: Runtime) -> list[int]:
-    """Check on each rank that its share equals a selection; return the share's bytes in each case."""
+    """Check on each rank that its share equals a selection; return the full batch's bytes in each case."""
     found = []
     for seed in range(CASES):
         chance, whole = random.Random(seed), whole_batch(seed)

@@ -286,8 +286,8 @@ def some_of_a_share(
 ) -> tuple[list[int], torch.Tensor, float]:
     """Compute log-probs of the chosen responses only.
 
-    Returns the tokens of each micro-batch, the log-probs, and their largest difference from a pass over
-    all."""
+    Returns each micro-batch's number of tokens, the log-probs, and their largest difference from those of a
+    full pass."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch, pack_chosen

@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import EXPERT_BIAS, make_tiny_model
 
 PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
-FAST = {"qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text"}  # each has another kind of layer
+FAST = {"qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text"}  # each has a different kind of layer
 CASES = [
     pytest.param(layout, family, options, marks=() if family in FAST else pytest.mark.slow)
     for family, row in ROWS.items()

@@ -41,7 +41,7 @@ def mixture(folder: Path, **options: Any) -> Path:
     "loss", [pytest.param(name, marks=[] if name == "VAPO" else SLOW) for name in LOSSES]
 )
 def test_gradients_of_mixtures_do_not_depend_on_the_layout(loss: str, ranks: Ranks, tmp_path: Path) -> None:
-    """One replica may have one micro-batch and another three, and all replicas must reach the experts."""
+    """Replicas may have one or three micro-batches of ragged sequences, and all must reach the experts."""
     which, options = LOSSES[loss]
     kind = "token" if which == "critic" else None
     folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)

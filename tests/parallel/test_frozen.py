@@ -160,7 +160,7 @@ def test_nothing_moves_what_is_frozen(
 def test_what_is_frozen_is_sent_once(
     family: Any, optimizer: dict[str, Any], layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """The test counts bytes and corrupts an engine's weights; one that lost its weights gets all of them."""
+    """Byte counts and an engine with corrupted weights show it; an engine that lost its weights gets all."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, tied=True)
     found = ranks(*layout).run(jobs.syncs_of_frozen, folder=folder, optimizer=optimizer)
     for rank in found:

@@ -167,7 +167,7 @@ def test_a_process_that_is_left_of_the_first_keeps_it(folder: Path) -> None:
 
 
 def test_a_stopped_owner_is_dead_before_the_next_has_it(folder: Path) -> None:
-    """A kernel timer kills a stopped owner, since it would write again once resumed."""
+    """A stopped owner keeps the lease until a kernel timer kills it; once resumed it would write again."""
     child = holder(folder, limit=3600.0)
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="megarl test runs there"), take(folder, limit=3600.0):

@@ -131,9 +131,9 @@ Theirs = Callable[[str, str], list[tuple[dict[str, Any], Any]]]
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    """`theirs(quantity, family)`: a job's arguments and Hugging Face's result, for each of its models.
+    """Return `theirs(quantity, family)`, which computes and caches Hugging Face's results.
 
-    Results are cached for all layouts."""
+    It returns a job's arguments and the result for each of the family's models, once for all layouts."""
     root = tmp_path_factory.mktemp("theirs")
 
     @functools.cache
@@ -312,7 +312,7 @@ def test_two_turns_are_learned_from_as_hugging_face_would(
 ) -> None:
     """Values, advantages, returns, losses and gradients match a float64 reference.
 
-    The reference runs the models over full sequences, and the formulas token by token of the policy."""
+    The reference runs the models over full sequences and the formulas over one policy token at a time."""
     vocab, gamma, lam, mu = 61, 0.97, 0.9, 0.1
     folder = make_tiny_model(tmp_path / "actor", "qwen3", vocab=vocab, layers=2, tied=True)
     critic_folder = make_tiny_model(

@@ -35,7 +35,7 @@ def test_no_state_of_one_response_reaches_another(
 ) -> None:
     """Changing one sequence of a micro-batch changes only its log-probabilities; others are bitwise equal.
 
-    Some of the sequences share the bucket of a padded row."""
+    Some sequences share a bucket, in which shorter rows are padded."""
     folder = tiny(tmp_path, "qwen3_5_text", vocab=101, **ROWS["qwen3_5_text"].models[0])
     prompts, responses = sequences(101)
     pool, ends = ranks(*layout), torch.tensor([0, *map(len, responses)]).cumsum(0)

@@ -1,7 +1,7 @@
 """Why steps of long responses make fewer tokens per second than published ones of short responses.
 
-The tables list the planner's estimates with one change at a time. `python
-tests/plan/test_long_responses.py` prints them as in docs/evidence/planning.md."""
+The tables list the planner's estimates with one change at a time.
+`python tests/plan/test_long_responses.py` prints them as in docs/evidence/planning.md."""
 
 from __future__ import annotations
 

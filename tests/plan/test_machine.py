@@ -68,7 +68,7 @@ def half_b(*changes: str) -> PlanInputs:
 
 
 def test_a_run_that_the_kernel_ended_is_refused() -> None:
-    """VAPO with 0.5 B parameters on two ranks and 24 GB is refused.
+    """VAPO with 0.5 B parameters on two ranks and 24 GB is refused, or without checkpoints warned about.
 
     The kernel killed such a run in its first checkpoint, and without checkpoints in step 2."""
     plan, memory = half_b(), 24e9

@@ -366,7 +366,7 @@ def test_trainers_without_engines_keep_their_weights_on_the_gpu() -> None:
 
 
 def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
-    """The top-k pass takes the time of the old log-probs' pass, and memory in both heads and the batch."""
+    """The top-k pass takes as long as the old log-probs' pass; it, the update and the batch need memory."""
     keys = "recipe=dppo", "algorithm.old_logprobs=trainer", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     binary, apart = (plan_32b(*keys, f"algorithm.dppo.top_k={k}") for k in (0, 20))
     phases = {phase.name: phase for phase in apart.phases}

@@ -180,7 +180,7 @@ def test_muons_iterations_take_time() -> None:
     Each update has one replica's share of them."""
     adam = plan_for("dapo_32b")
     muon = replace_keys(adam, actor__optimizer="muon")
-    with torch.device("meta"):  # rows and columns from the paper's table, in Megarl's joined form
+    with torch.device("meta"):  # rows and columns from the paper's table, in Megatron's joined form
         matrices = [
             torch.empty(size)
             for size in ((5120 + 2 * 1024, 5120), (5120, 5120), (2 * 27648, 5120), (5120, 27648))

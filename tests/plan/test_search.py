@@ -135,7 +135,9 @@ def is_taken_by_train(plan: PlanInputs) -> bool:
         engine_targets(plan.config, plan.actor.config, plan.layout.world)
     except ConfigError:
         return False
-    return plan.config.cluster.gpus_per_node % plan.engine_tp == 0  # a check that needs the machine
+    return (
+        plan.config.cluster.gpus_per_node % plan.engine_tp == 0
+    )  # a run's engines check this on the machine
 
 
 @settings(max_examples=60, deadline=None)
