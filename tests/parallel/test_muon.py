@@ -171,7 +171,7 @@ def test_a_checkpoint_continues_bit_for_bit(
 def test_the_plan_counts_a_momentum_alone(
     case: dict[str, Any], layout: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """The plan matches the fullest replica, including the padding of the others, and the checkpoint on disk."""
+    """The plan matches the fullest replica, with the padding of the others, and the checkpoint on disk."""
     case = {**case, "optimizer": {"optimizer": "muon"}}
     if case["family"] == "qwen3_moe":
         case |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
