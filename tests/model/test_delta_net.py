@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, and token by token, against the paper's recurrence in float64."""
+"""The gated delta rule, in chunks and token by token, compared with the paper's recurrence in float64."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ KEY_HEADS, HEADS, DK, DV = 2, 6, 8, 5
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Equation 10 of arXiv 2412.06464, a token and a head at a time: S (alpha (I - beta k k^T)) + beta v k^T,
-    read by the query."""
+    """Compute equation 10 of arXiv 2412.06464, one token and head at a time.
+
+    The state is S (alpha (I - beta k k^T)) + beta v k^T, and the query reads it."""
     outputs = torch.zeros_like(value)
     for row in range(value.shape[0]):
         for head in range(HEADS):
@@ -60,7 +61,9 @@ def test_chunks_are_the_recurrence(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 48, CHUNK, 2 * CHUNK])
 def test_a_row_is_the_same_to_the_bit_in_any_company(tokens: int) -> None:
-    """One of several rows, or by itself; of sizes by which every matrix of a batch begins at a cache line."""
+    """A row's bits do not depend on the batch's composition.
+
+    Sizes are such that every matrix of a batch starts at a cache line."""
     generator = torch.Generator().manual_seed(tokens)
     query, key, value, decay, beta = (
         torch.randn(7, tokens, *shape, generator=generator)
@@ -75,8 +78,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(tokens: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 def test_gates_are_the_same_to_the_bit_however_many_tokens_there_are(heads: int) -> None:
-    """Torch's softplus and sigmoid are not: of a vector's width of numbers they take what is left over
-    otherwise."""
+    """Torch's softplus and sigmoid would fail: they compute the remainder of a vector differently."""
     generator = torch.Generator().manual_seed(0)
     alpha, beta = (4 * torch.randn(512, heads, generator=generator) for _ in range(2))
     rate, bias = (torch.randn(heads, generator=generator) for _ in range(2))

@@ -1,5 +1,6 @@
-"""What FP8 asks for is found out before a run, on a machine without a GPU: keys, sizes of matrices, devices,
-lengths of packs."""
+"""FP8's requirements are checked before a run, on a machine without a GPU.
+
+They concern keys, matrix sizes, devices and the lengths of micro-batches."""
 
 from __future__ import annotations
 
@@ -89,8 +90,10 @@ def test_published_models_fit_every_recipe_at_tp_2(name: str) -> None:
     ],
 )
 def test_sizes(name: str, tp: int, recipe: str, side: str) -> None:
-    """The first side that is no multiple, by hand: 0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 /
-    8 = 3696 = 16 * 231, GLM-4-9B 13696 / 2 = 6848 = 64 * 107; Moonlight's latents have 576 rows."""
+    """The first side that is no multiple is reported, with sizes counted by hand.
+
+    0.5B has 14 heads of 64, so 448 on a rank; 72B has 29568 / 8 = 3696 = 16 * 231; GLM-4-9B has 13696 / 2 =
+    6848 = 64 * 107. Moonlight's latents have 576 rows."""
     config = make_config(tp, fp8={"format": "hybrid", "recipe": recipe})
     if not side:
         check_sizes(config, KNOWN_MODELS[name])
@@ -121,7 +124,7 @@ def test_devices(recipe: str, capability: tuple[int, int], cuda: str, problem: s
 
 
 def test_options_are_megatrons_own() -> None:
-    """They make a TransformerConfig of the installed megatron-core, which checks them."""
+    """The installed megatron-core checks the options when it makes a TransformerConfig."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options = fp8_options(
@@ -161,8 +164,9 @@ def test_a_layer_is_left() -> None:
 def test_packs_are_filled_up(
     fp8: str | None, recipe: str, tp: int, cp: int, sequence_parallel: bool, expected: int
 ) -> None:
-    """By one more sequence of its own, whose tokens are nobody's response; the others are as they were
-    (context parallelism: tests/parallel/test_context.py)."""
+    """Micro-batches are padded with a separate sequence that belongs to no response.
+
+    Other sequences do not change. tests/parallel/test_context.py covers context parallelism."""
     config = SimpleNamespace(
         tensor_model_parallel_size=tp,
         context_parallel_size=cp,

@@ -1,4 +1,4 @@
-"""The chunked head against log_softmax in float64."""
+"""The chunked log-prob head compared with log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def rounding(
     factors: torch.Tensor,
     entropy_factors: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How far float32 may be from the exact log-probs and entropies, and from the gradients of `hidden` and
-    `weight`: four roundings of the largest sum behind a token's logits, for each number made of them."""
+    """Bound float32's error in log-probs and entropies, and in the gradients of `hidden` and `weight`.
+
+    Each number may have four rounding errors of the largest sum behind the token's logits."""
     table = (hidden @ weight.T / temperature).log_softmax(-1)
     probs, surprise = table.exp(), table - (table.exp() * table).sum(-1, keepdim=True)
     largest = (hidden.abs() @ weight.abs().T / temperature).amax(-1)
@@ -47,7 +48,7 @@ def rounding(
     factors, entropy_factors = factors[:, None] / temperature, entropy_factors[:, None] / temperature
     d_logits = (factors * (own - probs)).abs() + (entropy_factors * probs * surprise).abs()
     moved = (factors * probs).abs() + (entropy_factors * probs).abs() * (1 + surprise.abs())
-    of_d_logits = of_logits[:, None] * moved + 4 * 2**-23 * d_logits + 2**-126  # where float32's range ends
+    of_d_logits = of_logits[:, None] * moved + 4 * 2**-23 * d_logits + 2**-126  # the smallest normal float32
     return of_logits, of_d_logits @ weight.abs(), of_d_logits.T @ hidden.abs()
 
 
@@ -62,16 +63,16 @@ def rounding(
 )
 @example(
     tokens=13, words=31, padding=3, chunk=1, hot=True, seed=6
-)  # logits of 200: 0.002 in a gradient of 108
+)  # with logits of 200, an error of 0.002 in a gradient of 108
 def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, hot: bool, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     temperature = 0.6 if hot else 1.0
-    # Large logits: the maximum must be taken out before exp.
+    # Large logits overflow unless the maximum is subtracted before exp.
     hidden = (20 * torch.randn(tokens, 5, generator=g)).requires_grad_()
     weight = torch.randn(words + padding, 5, generator=g).requires_grad_()
     labels = torch.randint(0, words, (tokens,), generator=g)
     factors, entropy_factors = torch.randn(2, tokens, generator=g)
-    if seed % 2:  # as where nothing is made of the entropy
+    if seed % 2:  # as if the entropy were unused
         entropy_factors = entropy_factors * 0.0
     found, entropy = on_one_rank(hidden, weight, labels, words, chunk, temperature)
     loss = (found * factors).sum()
@@ -102,7 +103,7 @@ def test_equals_log_softmax(tokens: int, words: int, padding: int, chunk: int, h
 def test_several_labels_and_the_likeliest_equal_log_softmax(
     tokens: int, words: int, limit: int, k: int, chunk: int, seed: int
 ) -> None:
-    """At each place the sampled token and others, of which one may be the same; and what is likeliest."""
+    """Each position has the sampled token and k others, which may include it; the top-k tokens match too."""
     g = torch.Generator().manual_seed(seed)
     hidden = (5 * torch.randn(tokens, 5, generator=g)).requires_grad_()
     weight = torch.randn(words + 2, 5, generator=g).requires_grad_()
@@ -137,8 +138,9 @@ def test_chunks_change_nothing() -> None:
 
 
 def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
-    """Logits are not rounded to bf16: against float64 of the same bf16 numbers, where rounding moves
-    log-probs by 0.04."""
+    """Logits are not rounded to bf16, which would change log-probs by 0.04.
+
+    The reference uses the same bf16 numbers in float64."""
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(48, 512, generator=g).bfloat16().requires_grad_()
     weight = (0.12 * torch.randn(700, 512, generator=g)).bfloat16().requires_grad_()
@@ -151,13 +153,12 @@ def test_bf16_weights_cost_no_more_than_their_own_rounding() -> None:
     assert (found.double() - expected).abs().max() < 2e-5
     assert (entropy.double() - expected_entropy).abs().max() < 2e-5
     for tensor, exact in ((hidden, exact_hidden), (weight, exact_weight)):
-        # A gradient is bf16: 2^-9 of each number.
+        # Gradients are bf16, with a rounding error of 2^-9.
         assert (tensor.grad.double() - exact.grad).norm() < 4e-3 * exact.grad.norm()
 
 
 def test_no_array_of_all_logits() -> None:
-    """The largest tensor that the head makes, forward and backward, is a chunk's logits or as large as an
-    input."""
+    """The largest tensor in forward and backward is a chunk's logits or as large as an input."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes: list[int] = []
@@ -194,8 +195,9 @@ def test_no_array_of_all_logits() -> None:
 
 
 def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Log-probs, entropy, gradients and the likeliest of the whole vocabulary, on two ranks of which the
-    second has only padding, or 13 words."""
+    """Log-probs, entropy, gradients and top-k tokens match over two ranks.
+
+    The second rank has only padding, or 13 words."""
     for first in (33, 20):
         answers = ranks(2, 1, 1).run(on_ranks, shards=[first, 33 - first], padding=2)
         for found, expected in answers:
@@ -206,7 +208,7 @@ def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  
 
 
 def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyped-def]
-    """This rank's part of the results, and the same from float64 log_softmax of the whole."""
+    """Return this rank's part of the results, and of those of float64 log_softmax over all words."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""Packed attention: buckets of like length give what each sequence alone gives."""
+"""Packed attention: buckets of similar lengths give the results of each sequence alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.model.portable import MAX_PADDING, PackedAttention, PackedPlan, plan
 
 
 def unscaled() -> PackedAttention:
-    """One that needs neither Megatron's configuration nor its groups."""
+    """Make an attention that needs neither Megatron's configuration nor its groups."""
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.scale = None
@@ -80,10 +80,11 @@ def test_equals_one_by_one(lengths: list[int], heads: tuple[int, int]) -> None:
 def test_a_shared_prompt_is_attended_to_by_each_response(
     families: list[tuple[int, list[int]]], heads: tuple[int, int], at_once: int
 ) -> None:
-    """As where each response stands behind a copy of the prompt, gradients included; however few pairs are
-    masked at once."""
+    """Outputs and gradients match those with a copy of the prompt before each response.
+
+    The number of pairs that are masked at once does not matter."""
     g = torch.Generator().manual_seed(1 + len(families))
-    # Of each sequence of the pack: its tokens, the prompt's beginning and tokens in the pack, or 0 tokens.
+    # For each sequence: its tokens in the pack, the start of its prompt, and the prompt tokens it shares.
     lengths, begins, skipped, columns, total = [], [], [], [], 0
     for prompt, responses in families:
         begin = total

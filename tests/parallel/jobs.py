@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this folder: real models, real process groups."""
+"""Jobs that the tests of this folder run on every rank, with real models and process groups."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def make_config(
     teacher: Mapping[str, Any] | None = None,
     **algorithm: Any,
 ) -> Config:
-    """A configuration for a model folder; `model`, `optimizer` (actor's and critic's), `teacher` and
-    `algorithm` as in the schema."""
+    """Build a configuration for a model folder.
+
+    `model`, `optimizer` (of actor and critic), `teacher` and `algorithm` take the keys of the schema."""
     return Config(
         recipe="vapo",
         run_dir=folder,
@@ -74,7 +75,7 @@ def make_config(
 
 
 def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = False) -> None:
-    """The weights of a Hugging Face folder into this rank's model."""
+    """Load the weights of a Hugging Face folder into this rank's model."""
     from megarl.weights.families import model_weights
     from megarl.weights.hf import HFFolder, load_into
     from megarl.weights.shards import megatron_layout
@@ -87,7 +88,7 @@ def load(model: torch.nn.Module, folder: Path, runtime: Runtime, critic: bool = 
 def load_adapters(
     model: Any, folder: Path, runtime: Runtime, lora: Any, given: Mapping[str, torch.Tensor]
 ) -> None:
-    """Whole adapters, by PEFT's names without its prefix, into this rank's parts of them."""
+    """Load this rank's parts of full adapters, named as in PEFT without its prefix."""
     from megarl.weights.boxes import view
     from megarl.weights.families import read_config, rename_to_table
     from megarl.weights.shards import megatron_layout
@@ -115,12 +116,15 @@ def logprobs(
     chunk: int = 7,
     top_k: int | None = None,
 ) -> Any:
-    """Log-probabilities and entropy of all response tokens, in the order given, on every rank. budget: tokens
-    of a pack; chunk: update.logprob_chunk; top_k: of the likeliest tokens of each place, and these, on the
-    last stage.
+    """Compute log-probabilities and entropy of all response tokens, in the given order, on every rank.
 
-    With `routing`, the engine's choice of experts [T, layers, topk]: log-probabilities, and what is counted
-    of the routers; then each replica takes its share of the sequences."""
+    Args:
+        budget: tokens per micro-batch.
+        chunk: `update.logprob_chunk`.
+        top_k: instead return log-probs and ids of the k most likely tokens of each position, on the last
+            stage.
+        routing: the engine's choice of experts, [T, layers, topk]. Each replica then computes its share of
+            the sequences, and the result is the log-probabilities and the routers' counts."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.model import InferenceModel
@@ -135,7 +139,7 @@ def logprobs(
     if routing is not None:
         experience["routing"] = routing
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
-    # Experts on several replicas need equally many passes of all.
+    # Experts on several replicas need the same number of passes on each of them.
     batches = make_micro_batches(
         experience, rows, budget, actor, at_least=1 if routing is None else len(prompts)
     )
@@ -163,7 +167,7 @@ def values(
     responses: list[list[int]],
     model: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Values of the states in which the response tokens were chosen."""
+    """Compute the values of the states in which the response tokens were chosen."""
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.model import InferenceModel
@@ -184,8 +188,10 @@ def reward_scores(
     responses: list[list[int]],
     group_ids: list[int] | None = None,
 ) -> tuple[Any, list[int]]:
-    """A reward model's scores of all responses in the order given, on every rank, and the sequences in each
-    micro-batch of this replica's share. group_ids: of prompts that are to be shared."""
+    """Score all responses with a reward model, in the given order, on every rank.
+
+    Also returns the number of sequences in each micro-batch of this replica's share. `group_ids`: groups
+    whose prompts are shared."""
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import gather_responses, make_train_batch
@@ -211,7 +217,7 @@ def reward_scores(
 def advantages_of_turns(
     runtime: Runtime, folder: Path, batch: TrainBatch, options: dict[str, Any]
 ) -> TrainBatch:
-    """The batch with a critic's values, advantages and returns."""
+    """Return the batch with a critic's values, advantages and returns."""
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.columns import add_gae
@@ -235,10 +241,14 @@ def gradients(
     prompts: list[int] | None = None,
     adapters: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """Gradients of one mini-batch in Hugging Face names and shapes (on rank 0; {} elsewhere), and the
-    statistics' sums. prompts: tokens of each prompt, of a batch that rank 0 has drawn, and delivers.
-    adapters: LoRA's, to begin with; their gradients come by PEFT's names. which: actor, critic or
-    critic_2."""
+    """Compute the gradients of one mini-batch and the sums of its statistics.
+
+    Gradients have Hugging Face names and shapes, on rank 0 ({} on other ranks).
+
+    Args:
+        which: actor, critic or critic_2.
+        prompts: prompt lengths in tokens; rank 0 then owns all sampled responses and delivers them.
+        adapters: initial LoRA adapters; their gradients are returned under PEFT's names."""
     from megarl.config.methods import load_function
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
@@ -295,7 +305,7 @@ def gradients(
         learner.optimizer.prepare_grads()
         norm = learner.optimizer.get_grad_norm()
     _gather_shards(learner)
-    # What is frozen has none, which counts as zeros.
+    # Frozen parameters have no gradient; they count as zeros.
     grads = {
         name: p.main_grad.clone() if p.requires_grad else torch.zeros(p.shape)
         for name, p in learner.model.named_parameters()
@@ -309,8 +319,10 @@ def gradients(
 
 
 def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[Any]]:
-    """(Members, name) of each group that this rank used when it started, and of those whose collectives
-    `gradients` counts."""
+    """Return (members, name) of two lists of process groups.
+
+    The first lists the groups that this rank used when it started, the second those whose collective
+    counters advance in `gradients`."""
     from torch.distributed.distributed_c10d import _world
 
     def count() -> dict[Any, int]:
@@ -327,8 +339,9 @@ def groups_in_use(runtime: Runtime, **arguments: Any) -> tuple[list[Any], list[A
 
 
 def _gather_shards(learner: Any) -> None:
-    """The distributed optimizer leaves each data-parallel rank the reduced gradients of its own shard only:
-    all of them again."""
+    """Gather the full reduced gradients on each data-parallel rank.
+
+    The distributed optimizer leaves each rank only the reduced gradients of its shard."""
     import torch.distributed as dist
 
     for buffer in learner.buffers:
@@ -341,8 +354,9 @@ def _gather_shards(learner: Any) -> None:
 def _in_hf_names(
     tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime, critic: bool, lora: Any = None
 ) -> dict[str, torch.Tensor]:
-    """All ranks' float32 tensors, by their parameters' names, as Hugging Face's: on rank 0, {} elsewhere.
-    lora: adapters alone."""
+    """Gather all ranks' float32 tensors under Hugging Face names on rank 0 ({} on other ranks).
+
+    `tensors` is keyed by parameter name. With `lora`, gathers the adapters only."""
     from megarl.sync.plan import make_plan
     from megarl.sync.transfer import Transfer
     from megarl.weights.families import rename_to_table
@@ -364,11 +378,10 @@ def _in_hf_names(
 def rollout_after_update(
     runtime: Runtime, folder: Path, out: Path, prompts: list[list[int]], dtype: str = "fp32"
 ) -> Any:
-    """One update of the actor, a weight transfer into this rank's engine, sampled responses, and an export of
-    the same weights.
+    """Update the actor once, sync its weights to this rank's engine, sample, and export the weights.
 
-    Gives the engine's parameters, its completions, and the trainer's log-probabilities of the sampled
-    tokens."""
+    Returns the engine's parameters, its log-probabilities of the sampled tokens and greedy responses, the
+    trainer's log-probabilities of the sampled tokens, and the gradient norm."""
     from megarl.model.builder import DTYPES, build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.base import GenerationRequest
@@ -386,7 +399,7 @@ def rollout_after_update(
     config = make_config(folder, dtype=dtype, nll_weight=1.0)
     model = build_actor(config, read_hf_config(folder), runtime)
     load(model, folder, runtime)
-    # the critic's rate: large enough to be seen
+    # Use the critic's learning rate: it is large enough for a visible change.
     learner = TrainableModel("actor", model, config.critic, config.steps, runtime)
     batch = TrainBatch.build([[3, 4]] * 4, [[5, 6, 7], [8, 9], [10], [11, 12]])
     batch["correct"], batch["truncated"] = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)
@@ -423,8 +436,9 @@ def rollout_after_update(
 
 
 def update_with_bad_loss(runtime: Runtime, folder: Path, bad_rank: int, what: str) -> Any:
-    """An update whose loss or gradient is not finite on one rank. Gives the error's text and whether the
-    weights stayed."""
+    """Run an update whose loss or gradient is not finite on one rank.
+
+    Returns the error's text and whether the weights are unchanged."""
     from megarl.config.errors import NumericalError
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
@@ -462,8 +476,9 @@ class _InfiniteGradient(torch.autograd.Function):
 
 
 def learning_rates(runtime: Runtime, folder: Path, steps: int) -> Any:
-    """The critic's rate at each step of value pretraining at a rate of its own, then at each step of its main
-    schedule."""
+    """Return the critic's learning rate at each step of value pretraining and of the main schedule.
+
+    Value pretraining has a separate constant rate."""
     from megarl.config.schema import CriticConfig
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
@@ -494,8 +509,9 @@ def updates_with_moves(
     moves: bool,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Three updates, before each of which everything may have left the device: gradient norms, all tensors,
-    what was moved, and what stayed."""
+    """Run three updates, with all tensor groups offloaded and onloaded before each if `moves`.
+
+    Returns gradient norms, all tensors, the bytes left on the device (`away`), and the groups' bytes."""
     from megatron.core import parallel_state
 
     from megarl.model.builder import build_actor, build_critic
@@ -521,7 +537,8 @@ def updates_with_moves(
     for _ in range(3):
         for group in groups.values() if moves else ():
             group.offload()
-        gathered = parallel_state.get_global_memory_buffer().buffer.values()  # by Megatron's own layers
+        # Megatron's layers gather into this buffer
+        gathered = parallel_state.get_global_memory_buffer().buffer.values()
         away += sum(s.nbytes() for s in storages) + sum(tensor.nbytes for tensor in gathered)
         for group in groups.values() if moves else ():
             group.onload()
@@ -548,8 +565,9 @@ def updates_with_moves(
 def left_behind(
     runtime: Runtime, folder: Path, model: Mapping[str, Any] | None = None
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """What an update has made that is still there once all tensor groups have left: bytes and shape of each
-    storage's tensor, the largest first."""
+    """List what an update allocates and leaves allocated after all tensor groups are offloaded.
+
+    Returns bytes and tensor shape of each storage, the largest first."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.parallel.offload_group import HostPool
@@ -579,14 +597,15 @@ def left_behind(
         group.offload()
     left = {key: tensor for key, tensor in alive().items() if key not in before}
     sizes = [(tensor.untyped_storage().nbytes(), tuple(tensor.shape)) for tensor in left.values()]
-    # On the host are the groups' contents, in chunks, and states of generators.
+    # The offloaded groups lie in chunks of the host pool; generator states are on the host too.
     of_the_host = ((pool.chunk,), tuple(torch.get_rng_state().shape))
     return sorted((size for size in sizes if size[0] and size[1] not in of_the_host), reverse=True)
 
 
 def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:
-    """Two updates, of which the first ends in a checkpoint, or is replaced by reading one: all tensors
-    between the two and after them."""
+    """Run two updates. A checkpoint is written after the first, or replaces it if `read`.
+
+    Returns all tensors between the two updates and after the second."""
     import megatron.core
 
     from megarl.model.builder import build_actor
@@ -629,8 +648,10 @@ def around_a_checkpoint(runtime: Runtime, folder: Path, checkpoint: Path, read: 
 
 
 def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **parallel: Any) -> dict[str, Any]:
-    """Two mini-batches twice, with everything off the device in between: gradient norms, weights, what a
-    checkpoint gives back, and whether the replicas had the same weights after each update."""
+    """Update twice on two mini-batches each, with offload and onload after each step.
+
+    Returns gradient norms, weights, the weights read from a checkpoint, and whether the replicas had the
+    same weights after each update."""
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
@@ -690,7 +711,7 @@ def updates_with_overlap(runtime: Runtime, folder: Path, checkpoint: Path, **par
 
 
 def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
-    """The trainable weights of an actor whose modules are not called in a forward pass of the decoder."""
+    """List trainable weights of an actor whose modules are never called in the forward pass."""
     from megarl.config.schema import ParallelConfig
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
@@ -722,8 +743,9 @@ def read_without_a_call(runtime: Runtime, folder: Path) -> list[str]:
 
 
 def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
-    """Has each rank write two of a tensor's `length` numbers, those from rank * `offset` on; what is said of
-    it, "" where all is well."""
+    """Have each rank copy two of a tensor's `length` numbers, starting at rank * `offset`.
+
+    Returns the error's text, "" if there is none."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from megarl.training.saving import HostCopier
@@ -740,13 +762,14 @@ def stage_parts(runtime: Runtime, length: int, offset: int) -> str:
 
 
 def saved_before_a_step(runtime: Runtime, folder: Path) -> bool:
-    """Save a model that has had no step, and fill another one with it: whether the two have the same weights
-    and moments."""
+    """Save a model before its first step and load it into another one.
+
+    Returns whether both have the same weights and moments."""
     from megarl.training.sharded import load_trainable
     from tests.checkpoints import save_model
     from tests.plan.jobs import learner_of
 
-    torch.manual_seed(5)  # replicas begin alike
+    torch.manual_seed(5)  # replicas start with the same weights
     first, second = (learner_of(runtime, "qwen2", "bf16", critic=False)[1] for _ in range(2))
     save_model(first, folder)
     load_trainable(second, folder)
@@ -770,9 +793,11 @@ def partly_frozen(
     dtype: str = "fp32",
     layers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """As `around_a_checkpoint`, of a model of which parts are frozen, with everything off the device in
-    between: this rank's numbers of trained parameters, of those in gradient buffers and in the optimizer, the
-    steps that it counts, and on rank 0 the whole weights before, between and after the updates."""
+    """Run two updates as `around_a_checkpoint`, for a partly frozen model, with an offload after each.
+
+    Returns this rank's numbers of parameters: trained, in gradient buffers and in the optimizer. Also
+    returns the optimizer's step counts, and on rank 0 the full weights before, between and after the
+    updates."""
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.parallel.offload_group import HostPool
@@ -813,7 +838,7 @@ def partly_frozen(
         for group in groups.values():
             group.onload()
 
-    left: list[int] = []  # bytes of parameters that had stayed
+    left: list[int] = []  # bytes of parameters that were not offloaded
     before = weights()
     if read:
         load_trainable(learner, checkpoint)
@@ -834,7 +859,7 @@ def partly_frozen(
         "optimized": sum(
             p.numel() for part in learner.optimizers for g in part.param_groups for p in g["params"]
         ),
-        "steps": {  # Muon counts none
+        "steps": {  # Muon has no step count
             group["step"]
             for state in written.values()
             for group in state.get("optimizer", {}).get("param_groups", ())
@@ -848,8 +873,10 @@ def partly_frozen(
 def updates_with_muon(
     runtime: Runtime, folder: Path, optimizer: dict[str, Any], updates: int, overlap: bool = False
 ) -> list[dict[str, torch.Tensor]]:
-    """Weights before the first of some updates of the actor, and after each its gradient and the weights then
-    (rank 0; {} elsewhere), in Hugging Face's names and shapes."""
+    """Update the actor several times with Muon.
+
+    Returns the initial weights, then each update's gradient and new weights, in Hugging Face names and
+    shapes (rank 0; {} on other ranks)."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
@@ -881,9 +908,11 @@ def updates_with_muon(
 
 
 def syncs_of_frozen(runtime: Runtime, folder: Path, optimizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Weight syncs into each rank's engine, all compared by fingerprints: two, the engine's weights spoiled
-    before the second, and a third after a sleep in which it lost everything. What each has moved, the actor's
-    weights (on rank 0) and the engine's."""
+    """Sync weights to each rank's engine three times, with fingerprints.
+
+    The engine's weights are corrupted before the second sync. Before the third the engine sleeps and loses
+    them. Returns for each sync the bytes written, sent and kept, the actor's weights (on rank 0) and the
+    engine's."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -933,8 +962,9 @@ def with_adapters(
     dtype: str = "fp32",
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Log-probs of the model alone, with its adapters as they begin, with the given ones, and with these
-    turned off. Then a weight sync into this rank's engine, one more after B has grown, and both exports."""
+    """Compute log-probs without adapters, with initial ones, with given ones, and with these disabled.
+
+    Then syncs weights to this rank's engine, writes both exports, and syncs again after B has doubled."""
     from megarl.model.builder import DTYPES, build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -980,8 +1010,10 @@ def with_adapters(
 
 
 def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) -> dict[str, torch.Tensor]:
-    """Weights and Adam's two moments of the whole model, in Hugging Face's names and shapes: on rank 0, {}
-    elsewhere. Of a moment each rank of the distributed optimizer has a stretch."""
+    """Gather weights and Adam's two moments of the full model on rank 0 ({} on other ranks).
+
+    Tensors have Hugging Face names and shapes. Each rank of the distributed optimizer has a span of each
+    moment."""
     named = dict(learner.model.named_parameters())
     found = {"weights": {name: p.detach().float() for name, p in named.items()}}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -1000,7 +1032,7 @@ def whole_optimizer(learner: Any, folder: Path, runtime: Runtime, critic: bool) 
             ]
             holds = [buffer for buffer in buffers if parameter in buffer.param_to_bucket]
             assert len(holds) == parameter.requires_grad
-            for buffer in holds:  # the others' stretches are zeros here
+            for buffer in holds:  # the other ranks' spans are zeros here
                 dist.all_reduce(whole, group=buffer.data_parallel_group)
             found[moment][name] = whole
     return {
@@ -1019,7 +1051,7 @@ def optimizer_around_a_checkpoint(
     read: bool,
     model: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The whole model and its optimizer after an update and a checkpoint, or after reading that one."""
+    """Return the full model and optimizer state after an update and a save, or after a load if `read`."""
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch

@@ -1,5 +1,6 @@
-"""The memory of live tensors, on any device: storages are counted from the operation that made them until
-they are freed."""
+"""The memory of live tensors, on any device.
+
+A storage counts from the operation that made it until it is freed."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of the storages made within the `with` block that live: `now`, and the most at any time, `peak`.
-    What an operation uses only inside itself is not seen."""
+    """Count the live bytes of storages made within the `with` block.
+
+    `now` is the current number, `peak` the largest. Temporary memory within an operation is not counted."""
 
     def __init__(self) -> None:
         super().__init__()

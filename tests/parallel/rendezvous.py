@@ -1,6 +1,7 @@
-"""Messages between pipeline stages as NCCL may have them, over gloo: a send ends when its receiver has asked
-for it (gloo may end a small one at once), and where Megatron synchronises the device, all that was begun has
-to end."""
+"""Messages between pipeline stages over gloo, with semantics that NCCL may have.
+
+A send completes only with its receive (gloo may complete a small one at once). Where Megatron synchronises
+the device, all started messages must complete."""
 
 from __future__ import annotations
 
@@ -13,25 +14,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed
 
-ACKNOWLEDGED = 7  # a tag of gloo's messages
+ACKNOWLEDGED = 7  # a tag for gloo messages
 
 
 class _Works:
-    """A message and, with it, the word that its receiver has asked for it."""
+    """A message and the receiver's acknowledgement."""
 
     def __init__(self, *works: Any) -> None:
         self.works: tuple[Any, ...] = works
 
     def wait(self) -> None:
-        for work in self.works:  # gloo's can be waited for once
+        for work in self.works:  # gloo's works can be waited for only once
             work.wait()
         self.works = ()
 
 
 @contextmanager
 def rendezvous() -> Iterator[tuple[set[tuple[int, str]], list[int]]]:
-    """Until this is left. Gives to whom, and in which group, single messages were sent, and how many messages
-    were begun before each time that the device was synchronised."""
+    """Replace the messages' functions within the `with` block.
+
+    Yields (rank, group) of each destination of point-to-point sends outside batches, and the number of
+    messages started before each device synchronisation."""
     from megatron.core.pipeline_parallel import p2p_communication as megatron
 
     send, receive = dist.isend, dist.irecv

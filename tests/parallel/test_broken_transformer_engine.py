@@ -1,5 +1,6 @@
-"""A Transformer Engine that cannot be imported, on which Megatron's own import fails, is said in one line: by
-doctor and before a run."""
+"""Doctor and preflight report in one line a Transformer Engine that cannot be imported.
+
+Megatron's own import would fail on it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.cli.test_doctor import LAPTOP
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-# What the real package does where its compiled half was never built.
+# The real package does this if its compiled half was never built.
 WITHOUT_COMPILED_HALF = (
     'raise FileNotFoundError("Could not find shared object file for Transformer Engine torch lib.")\n'
 )
@@ -29,7 +30,7 @@ WITHOUT_COMPILED_HALF = (
 
 @pytest.fixture(params=["a package without its compiled half", "a folder that was left"])
 def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Such a package on the path of imports; what is to be said of it."""
+    """Put a broken package on the import path; yield the expected message."""
     package = tmp_path / "site" / "transformer_engine"
     package.mkdir(parents=True)
     for name in _imported():
@@ -40,7 +41,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     else:
         (package / "__init__.py").write_text("__version__ = '2.20.2'\n")
         (package / "pytorch.py").write_text(WITHOUT_COMPILED_HALF)
-        # None: pip knows nothing of this one.
+        # "None" since pip has no record of this package
         lacks = "transformer-engine None lacks its compiled half, transformer-engine-torch"
         yield f"{package}: {lacks} (make install-gpu, or uninstall it)"
     for name in _imported():
@@ -52,7 +53,7 @@ def _imported() -> list[str]:
 
 
 def test_one_line(broken: str, tmp_path: Path) -> None:
-    """Where nobody asked for its layers, too: Megatron imports it all the same."""
+    """The error does not depend on the requested layers, since Megatron imports the package anyway."""
     assert broken_transformer_engine() == broken
     found = {ability.name: ability for ability in abilities(replace(LAPTOP, broken=broken))}
     assert found["Transformer Engine layers"].note == broken
@@ -68,7 +69,7 @@ def test_one_line(broken: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_before_ranks_are_started(broken: str, tmp_path: Path) -> None:
-    """`megarl train` in a process of its own, whose every import meets the package."""
+    """`megarl train` in a separate process, where every import finds the package."""
     folder = make_tiny_model(tmp_path / "model", "qwen2")
     paths = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
     command = [sys.executable, "-W", "ignore", "-m", "megarl", "train", "configs/demos/dapo.yaml"]

@@ -1,5 +1,4 @@
-"""Objects that ranks exchange by way of rank 0, of any length; the sockets that a rank holds open; and how
-gradients are summed."""
+"""Objects of any length that ranks exchange through rank 0, open sockets, and reductions of gradients."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from megarl.parallel.runtime import Runtime
 from tests.ranks import RankPool
 
 FRAME = len(encode({"rank": 0, "text": b"x" * 300})) - 300
-# Encoded, some messages end just before, at and behind what travels at once.
+# Some encoded messages end just before, at and after the length that is sent at once.
 LENGTHS = (0, INLINE - FRAME - 1, INLINE - FRAME, INLINE + 1, 70_000)
 
 
 def message(rank: int, length: int) -> Any:
-    """Return what a rank sends: rank 1 None, the others messages of different lengths."""
+    """Return a rank's message: None for rank 1, else a message whose length depends on the rank."""
     return None if rank == 1 else {"rank": rank, "text": bytes([rank]) * (length + rank)}
 
 
@@ -45,14 +44,16 @@ def test_every_rank_gets_what_each_has_sent(ranks: Callable[..., RankPool]) -> N
         assert found["on 0"] == (expected if rank == 0 else [None] * len(LENGTHS))
         assert found["from 0"] == [messages[0] for messages in expected]
         assert found["any"] == [True, False, True]
-        # One gloo device for all of Megatron's groups, each of which has a thread that wakes a hundred times
+        # All of Megatron's groups share a gloo device, since each device has a thread that wakes a hundred
+        # times a second.
         # a second.
         assert found["listening"] == 1
 
 
 def summed(runtime: Runtime) -> dict[str, Any]:
-    """Gradients of this rank summed as Megatron does it, at once and beside other work, and by torch's own
-    reduce_scatter: the rank's part of each, and the first as a whole."""
+    """Reduce this rank's gradients as Megatron does, blocking and asynchronously, and with torch.
+
+    Returns the rank's part by each way, and for Megatron's two also the whole buffer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -74,19 +75,21 @@ def summed(runtime: Runtime) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_gradients_are_summed_where_they_stand(ranks: Callable[..., RankPool], dp: int) -> None:
-    """To the bits of torch's reduce_scatter over gloo, which sums a copy: in place the other ranks' parts
-    hold their sums too."""
+    """Reductions in place are bitwise those of torch's reduce_scatter over gloo, which sums a copy.
+
+    In place, the other ranks' parts of the buffer have their sums too."""
     found = ranks(1, 1, dp).run(summed)
     for rank in found:
         assert torch.equal(rank["at once"], rank["theirs"]) and torch.equal(rank["beside"], rank["theirs"])
         assert torch.equal(rank["at once, whole"], torch.cat([other["theirs"] for other in found]))
 
 
-NUMBERS = ((torch.float32, 128), (torch.bfloat16, 128), (torch.bfloat16, 127))  # weights of a rank
+# dtype, and number of a rank's weights
+NUMBERS = ((torch.float32, 128), (torch.bfloat16, 128), (torch.bfloat16, 127))
 
 
 def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """Weights of the ranks' parts gathered as Megatron does it, at once and beside other work: the bits."""
+    """Gather the ranks' weights as Megatron does, blocking and asynchronously, and return their bytes."""
     from megatron.core import parallel_state
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
@@ -96,7 +99,8 @@ def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
         own = torch.randn(count, generator=torch.Generator().manual_seed(runtime.rank)).to(dtype)
         own[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
         for name, beside in (("at once", False), ("beside", True)):
-            whole = torch.full((2 + group.size() * len(own),), 7.0, dtype=dtype)[2:]  # a bucket of a buffer
+            # a bucket within a larger buffer
+            whole = torch.full((2 + group.size() * len(own),), 7.0, dtype=dtype)[2:]
             part = whole.chunk(group.size())[group.rank()]
             part.copy_(own)
             with buffers._coalescing_manager(group, async_ops=beside) as handle:
@@ -110,7 +114,7 @@ def gathered(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_weights_are_gathered_where_they_stand(ranks: Callable[..., RankPool], dp: int) -> None:
-    """To the bit: the sign of a zero and what is no number too."""
+    """The gathered weights are bitwise equal, including the sign of a zero and NaNs."""
     found = ranks(1, 1, dp).run(gathered)
     for dtype, count in NUMBERS:
         which = f"{count} of {dtype}"

@@ -1,5 +1,7 @@
-"""Context parallelism: each sequence of a pack in 2 * cp chunks over the ranks, against Hugging Face and
-against one rank. (Log-probabilities of each family: tests/parallel/test_parity.py.)"""
+"""Context parallelism: each sequence of a micro-batch lies in 2 * cp chunks over the ranks.
+
+The references are Hugging Face and one rank. tests/parallel/test_parity.py compares the families'
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NAMES = "tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}-cp{0[4]}".format
 def test_the_likeliest_tokens_equal_hugging_face(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """A teacher's, on every rank of the last stage, over a vocabulary that tp does not divide."""
+    """A teacher's top-k tokens match on the last stage's ranks, for a vocabulary that tp does not divide."""
     prompts, responses = sequences(307)
     folder = make_tiny_model(tmp_path, "qwen3", vocab=307, layers=2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -49,8 +51,9 @@ def test_the_likeliest_tokens_equal_hugging_face(
 def test_values_and_scores_equal_one_ranks(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """The critic's, and a reward model's at the last token, which lies on another rank than the one before
-    it where a chunk ends."""
+    """The critic's values and a reward model's scores at the last token match those of one rank.
+
+    If a chunk ends between them, the last token and the one before it lie on different ranks."""
     prompts, responses = sequences(101)
     for kind, job in (("token", jobs.values), ("sequence", jobs.reward_scores)):
         folder = make_tiny_model(tmp_path / kind, "qwen3", vocab=101, layers=2, classification=kind)
@@ -92,7 +95,7 @@ def test_gradients_equal_one_ranks(
     ranks: Callable[..., RankPool],
     tmp_path: Path,
 ) -> None:
-    """Of whole losses, statistics and the norm that clips too: each rank's tokens count once."""
+    """Losses, statistics and the norm for clipping match too: each rank's tokens count once."""
     which, of_term = TERMS[term]
     kind = "token" if which == "critic" else None
     folder = make_tiny_model(
@@ -139,7 +142,7 @@ def test_a_mixtures_tokens_go_to_experts_of_other_ranks(
 
 @pytest.mark.slow
 def test_a_long_sequence_is_learned_from(ranks: Callable[..., RankPool]) -> None:
-    """32,768 tokens over four ranks; the most that is alive on one in an update is in MiB (84 measured)."""
+    """An update with 32,768 tokens over four ranks needs less than 110 MiB on each (84 measured)."""
     for tokens, peak, norm in ranks(1, 1, 1, 1, 4).run(long_sequence, length=32768):
         assert tokens == 8192
         assert peak < 110, "the pairs of this rank's queries and all keys alone, a byte each, would be 256"

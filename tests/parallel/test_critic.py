@@ -1,5 +1,6 @@
-"""A critic's learning rate at each step, against the formula. The first weights of its head where its folder
-has none: zeros, or drawn from the run's seed, alike on all ranks. What two critics say, and learn from."""
+"""Critics: learning rates, initial heads, and the values and updates of two critics.
+
+A head that the folder lacks is zero or sampled from the run's seed, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.training.test_actor_loss import whole
 
 
 def head(runtime: Runtime, folder: Path, std: float, seed: int) -> Tensor | None:
-    """The head's weights once the folder is loaded; None on the stages before the last."""
+    """Return the value head's weights after loading the folder; None on stages before the last."""
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
 
@@ -64,13 +65,13 @@ def test_value_pretraining_has_a_rate_of_its_own(ranks: Callable[..., RankPool],
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61)
     [(pretraining, main)] = ranks(1, 1, 1).run(learning_rates, folder=folder, steps=10)
     assert pretraining == [1e-4] * 3
-    # Two steps of warm-up to 1e-2, then linear to a tenth at step 10.
+    # Two steps of warm-up to 1e-2, then linear decay to a tenth at step 10.
     expected = [5e-3, 1e-2] + [1e-2 - 9e-3 * k / 8 for k in range(1, 9)]
     assert main == pytest.approx(expected, rel=1e-6)
 
 
 def values_of(runtime: Runtime, folder: Path, advantage: str, batch: TrainBatch, share: bool) -> Any:
-    """Values of this replica's share, and which responses it has; how many tokens the critic has read."""
+    """Return the responses of this replica's share, their values, and the number of tokens that were read."""
     from megarl.model.builder import build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
@@ -90,8 +91,9 @@ def values_of(runtime: Runtime, folder: Path, advantage: str, batch: TrainBatch,
 def test_a_critic_of_prompts_is_one_that_reads_all(
     share: bool, tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """At the first token of a response it gives the same value, from a few of the tokens; nothing elsewhere.
-    Of a response that nobody has judged there is none."""
+    """At a response's first token it gives the same value from fewer tokens, and zeros at all others.
+
+    An empty response has no value."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, classification="token")
     prompts = [[3, 9, 5, 7 + i // 4] for i in range(8)]
     batch = TrainBatch.build(prompts, [[11 + i] * n for i, n in enumerate((7, 1, 13, 2, 5, 0, 9, 30))])
@@ -119,8 +121,10 @@ def test_a_critic_of_prompts_is_one_that_reads_all(
 
 
 def test_two_critics_give_their_mean_and_learn_from_their_own() -> None:
-    """V is the mean of what they say, one after the other. Each learns over its own mini-batches, and is
-    clipped to what it had said itself; what is recorded are means over those that have learned."""
+    """V is the mean of the critics' values, which are computed one after the other.
+
+    Each critic learns from its own mini-batches and is clipped to its own old values. The logged loss is
+    the mean over critics that had an update."""
     from megarl.schedule import phases
     from megarl.schedule.run import Step
 

@@ -1,5 +1,7 @@
-"""What DeepSeek-V3 and Moonlight alone have: recomputation and shared prompts in multi-latent attention, and
-SGLang on a CPU. (Its row in tests/families.py: log-probabilities, gradients, values, checkpoints.)"""
+"""Features that only DeepSeek-V3 and Moonlight have.
+
+They are recomputation and shared prompts in multi-latent attention, and SGLang on a CPU. The row in
+tests/families.py covers log-probabilities, gradients, values and checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_recomputing_and_sharing_prompts_change_no_gradient(
 
 
 def test_sglang_on_a_cpu_rotates_by_yarn(tmp_path: Path) -> None:
-    """Its `get_rope_cpu` (0.5.23) has nothing else: a model without it is given YaRN that stretches by 1."""
+    """SGLang's `get_rope_cpu` (0.5.23) supports only YaRN, so other models get YaRN with factor 1."""
     settings: dict[str, Any] = {"recipe": "dapo", "run_dir": "run", "steps": 1, "model": {"path": "x"}}
     config = Config(**settings, rollout={"engine": "sglang"})
     for name, device, keys, told in (

@@ -1,5 +1,6 @@
-"""A step's batch from the ranks that drew it to those that train on it: whatever lies where, each gets its
-share as if it had been cut out of the whole."""
+"""Delivery of a step's batch from the ranks that sampled it to those that train on it.
+
+Each rank gets its share as if it were selected from the full batch, whichever ranks own the responses."""
 
 from __future__ import annotations
 
@@ -17,15 +18,14 @@ CASES = 24
 
 
 def whole_batch(seed: int) -> TrainBatch:
-    """Random sequences; some batches with versions of tokens, choices of experts, observations between
-    turns."""
+    """Make random sequences; some batches have token versions, choices of experts, or observations."""
     chance, g = random.Random(seed), torch.Generator().manual_seed(seed)
     n = chance.choice([0, 1, 3, 17])
     prompts = [[chance.randrange(200_000) for _ in range(chance.randint(1, 4))] for _ in range(n)]
     whole = TrainBatch.build(
         prompts, [[chance.randrange(200_000) for _ in range(chance.randint(1, 9))] for _ in range(n)]
     )
-    if chance.random() < 0.5:  # the last token stays the policy's
+    if chance.random() < 0.5:  # the last token remains the policy's
         shown = torch.rand(whole.num_tokens, generator=g) < 0.5
         shown[whole.cu_seqlens[1:] - 1] = False
         whole.response_mask &= ~shown
@@ -42,7 +42,7 @@ def whole_batch(seed: int) -> TrainBatch:
 
 
 def held_by(whole: TrainBatch, owners: torch.Tensor, rank: int) -> RolloutBatch:
-    """What a rank has of the batch before it is delivered."""
+    """Return a rank's part of the batch before delivery."""
     rows = (owners == rank).nonzero().squeeze(-1)
     of_sequences = {"rewards": whole["rewards"]}
     own = whole.select(rows)
@@ -52,11 +52,11 @@ def held_by(whole: TrainBatch, owners: torch.Tensor, rank: int) -> RolloutBatch:
 
 
 def deliver_cases(runtime: Runtime) -> list[int]:
-    """Asserts on each rank that its share is what a cut gives; gives the bytes of its share in each case."""
+    """Check on each rank that its share equals a selection; return the full batch's bytes in each case."""
     found = []
     for seed in range(CASES):
         chance, whole = random.Random(seed), whole_batch(seed)
-        # Four ranks in replicas of 4, 2 or 1, or two of them apart from those that draw.
+        # Four ranks in replicas of 4, 2 or 1, or two of them separate from those that sample.
         replicas, drawing = chance.choice(
             [
                 ([[0, 1, 2, 3]], [0, 1, 2, 3]),
@@ -82,7 +82,8 @@ def deliver_cases(runtime: Runtime) -> list[int]:
         behind = batch.lengths - batch.prompt_lengths
         of_token = {"engine_logprobs": 4, "token_versions": 4}
         entry = sum(size for name, size in of_token.items() if name in whole)
-        entry += not torch.equal(behind, batch.response_lengths)  # the mask, where it says something
+        # the mask is sent only if responses have observations
+        entry += not torch.equal(behind, batch.response_lengths)
         routing = whole["routing"][0].nbytes if "routing" in whole and n else 0
         assert row_bytes(batch).tolist() == ((4 + routing) * batch.lengths + entry * behind).tolist()
     return found

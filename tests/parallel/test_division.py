@@ -1,5 +1,4 @@
-"""How a step's work is divided: by the shapes of the models that it goes through, into mini-batches of the
-actor and of the critic."""
+"""How a step's batch is divided into mini-batches of actor and critic, using the models' shapes."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ RESPONSES = 16
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An actor, and a critic of another size and family; the actor's heads are together wider than its hidden
-    states."""
+    """Make an actor, and a critic of another size and family.
+
+    The actor's heads together are wider than its hidden states."""
     folder = tmp_path_factory.mktemp("models")
     actor = make_tiny_model(
         folder / "actor", "qwen3", vocab=61, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16
@@ -58,7 +58,9 @@ def make_batch() -> TrainBatch:
 
 
 def in_windows(batch: TrainBatch, none_ended_in: list[int] | None = None) -> TrainBatch:
-    """Let some responses have begun in earlier steps, and some go on: wrong ones, and all of a mini-batch."""
+    """Mark some responses as started in earlier steps and some incorrect ones as unfinished.
+
+    All responses in `none_ended_in` are unfinished."""
     g = torch.Generator().manual_seed(6)
     batch["prefix_tokens"] = (torch.rand(RESPONSES, generator=g) * batch.response_lengths).long()
     batch["unfinished"] = ~batch["correct"] & (torch.rand(RESPONSES, generator=g) > 0.4)
@@ -75,7 +77,7 @@ def divide(
     batch: TrainBatch | None = None,
     critics: int = 1,
 ) -> dict[str, Any]:
-    """The shapes of actor and critic, and this rank's responses of each mini-batch of either."""
+    """Return the shapes of actor and critic, and this rank's responses in each mini-batch of each model."""
     from megarl.model.builder import build_actor, build_critic
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch
@@ -129,8 +131,9 @@ def test_shapes_are_those_of_the_weights(
 
 
 def test_of_experts_only_the_chosen_ones_count() -> None:
-    """Counted by hand: a layer of Qwen3-30B-A3B, hidden 2,048, 32 query and 4 key/value heads of 128, 8 of
-    128 experts of width 768."""
+    """The reference is a hand count of a layer of Qwen3-30B-A3B.
+
+    It has hidden size 2,048, 32 query and 4 key/value heads of 128, and 8 of 128 experts of width 768."""
     sizes = {
         "hidden_size": 2048,
         "num_attention_heads": 32,
@@ -145,7 +148,7 @@ def test_of_experts_only_the_chosen_ones_count() -> None:
 
 
 def test_of_dense_layers_before_mixtures_each_counts_as_what_it_is() -> None:
-    """Counted by hand: GLM-4.5-Air with two layers, the planner's count of the same beside it."""
+    """The references are a hand count of GLM-4.5-Air with two layers and the planner's count."""
     sizes = {"hidden_size": 4096, "num_attention_heads": 96, "num_query_groups": 8, "kv_channels": 128}
     experts = {"num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 1408}
     more = {"moe_shared_expert_intermediate_size": 1408, "moe_layer_freq": [0, 1], "ffn_hidden_size": 10944}
@@ -158,7 +161,9 @@ def test_of_dense_layers_before_mixtures_each_counts_as_what_it_is() -> None:
 
 
 def test_of_latent_attention_each_matrix_counts() -> None:
-    """Counted by hand: DeepSeek-V3 with two layers, and Moonlight, which has no latents of queries."""
+    """The references are hand counts of two layers of DeepSeek-V3 and Moonlight.
+
+    Moonlight has no latents of queries."""
     for name, hidden, heads, rank in (
         ("DeepSeek-V3", 7168, 128, 1536),
         ("Moonlight-16B-A3B", 2048, 16, None),
@@ -185,8 +190,9 @@ def test_of_latent_attention_each_matrix_counts() -> None:
 def test_mini_batches_of_the_critic(
     critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Over all replicas each mini-batch has its size, its own denominators, and nothing comes twice; at one
-    or two replicas the same."""
+    """Mini-batches partition the responses over all replicas, each with its size and denominators.
+
+    One and two replicas give the same mini-batches."""
     batch = make_batch()
     lengths, kept = batch.response_lengths.tolist(), (~batch["truncated"]).tolist()
     sizes = {"actor": 4, "critic": critic_mini_batch or 4}
@@ -214,8 +220,10 @@ def test_mini_batches_of_the_critic(
 def test_two_critics_learn_from_responses_of_their_own(
     critic_mini_batch: int | None, folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Of every group each has every other response, in mini-batches that are those of one critic but for what
-    the other learns from, with denominators of their own; at one or two replicas the same."""
+    """Each critic learns from every other response of a group.
+
+    Its mini-batches are those of a single critic without the other critic's responses, with separate
+    denominators. One and two replicas give the same mini-batches."""
     batch = make_batch()
     batch["response_index"] = torch.arange(RESPONSES) % 4
     batch["truncated"] = torch.zeros(RESPONSES, dtype=torch.bool)
@@ -243,8 +251,10 @@ def test_two_critics_learn_from_responses_of_their_own(
 def test_mini_batches_of_windows(
     layout: tuple[int, int, int], folders: tuple[Path, Path], ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """The policy's tokens are those of the step, in all responses; the critic's and the positive examples'
-    all tokens of those that have ended. A mini-batch of which none has is none for the critic."""
+    """The policy learns from this step's tokens of all responses, critic and NLL from finished responses.
+
+    Critic and NLL use all tokens of these; NLL only those of correct responses. A mini-batch without
+    finished responses is no mini-batch of the critic."""
     plain = ranks(1, 1, 1).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None)[0]["actor"]
     batch = in_windows(make_batch(), none_ended_in=plain[2])
     found = ranks(*layout).run(divide, folders=folders, mini_batch=4, critic_mini_batch=None, batch=batch)
@@ -274,8 +284,10 @@ def test_mini_batches_of_windows(
 def some_of_a_share(
     runtime: Runtime, folder: Path, chosen: list[int], shared: bool
 ) -> tuple[list[int], torch.Tensor, float]:
-    """The tokens of each micro-batch of the chosen responses; the log-probs that they have there, and the
-    most that these differ by from those of a pass over all."""
+    """Compute log-probs of the chosen responses only.
+
+    Returns each micro-batch's number of tokens, the log-probs, and their largest difference from those of a
+    full pass."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.batch import make_train_batch, pack_chosen
@@ -304,8 +316,7 @@ def some_of_a_share(
 def test_passes_over_some_of_the_responses(
     shared: bool, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """As teachers make them: of experts on other replicas all replicas do as many, whatever they have to
-    judge."""
+    """Teachers score some responses; with expert parallelism all replicas make the same number of passes."""
     folder = make_tiny_model(tmp_path, "qwen3_moe", vocab=61, layers=2, experts=4, active=2)
     for layout in ((1, 1, 1, 1), (1, 1, 2, 2)):
         for chosen in ([], [6], [0, 1, 2, 3, 4, 9, 12]):

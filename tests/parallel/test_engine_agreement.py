@@ -1,5 +1,4 @@
-"""After an update: the engine has the exported weights to the bit, and samples with the trainer's
-probabilities."""
+"""After an update the engine has bitwise the exported weights, and the trainer's log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import EXPERT_BIAS, make_tiny_model
 
 PROMPTS = [[3, 9, 4], [7] * 11, [20], [3, 9, 4], [5, 6, 7, 8, 9, 10]]
-FAST = {"qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text"}  # a kind of layer each
+FAST = {"qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_moe_text"}  # each has a different kind of layer
 CASES = [
     pytest.param(layout, family, options, marks=() if family in FAST else pytest.mark.slow)
     for family, row in ROWS.items()
@@ -27,7 +26,7 @@ CASES = [
 
 
 def changed_tensors(out: Path, folder: Path) -> dict[str, Tensor]:
-    """The tensors of an exported folder, some of which differ from those that the run began with."""
+    """Return the tensors of an exported folder, after checking that some differ from the original ones."""
     exported, original = (
         {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for place in (out, folder)
@@ -74,8 +73,9 @@ def test_transfer_is_exact(
 def test_transfer_is_exact_in_bf16(
     layout: tuple, family: str, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """bf16 weights under the distributed optimizer's fp32 copies, and a router's bias in float32; trainer and
-    engine differ by bf16's rounding only."""
+    """Trainer and engine differ only by bf16 rounding.
+
+    The distributed optimizer has fp32 copies of bf16 weights, and a router's bias is float32."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=61, tied=True, dtype=torch.bfloat16)
     out = tmp_path / "out"
     answers = ranks(*layout).run(
@@ -97,7 +97,7 @@ def test_bad_numbers_stop_the_update_on_every_rank(
     layout: tuple, what: str, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61)
-    # The last rank is on the last stage, where losses are.
+    # Rank 1 is on the last stage, which computes losses.
     for text, unchanged in ranks(*layout).run(
         jobs.update_with_bad_loss, folder=folder, bad_rank=1, what=what
     ):

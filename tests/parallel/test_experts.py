@@ -1,5 +1,6 @@
-"""Mixtures of experts in training: gradients of whole losses over expert, tensor, pipeline, data and context
-parallelism. (The family's row in tests/families.py: against Hugging Face, and checkpoints.)"""
+"""Gradients of mixtures of experts over expert, tensor, pipeline, data and context parallelism.
+
+The family's row in tests/families.py covers checkpoints and the comparison with Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 Ranks = Callable[..., RankPool]
-Layout = tuple[int, ...]  # tp, pp, dp, ep, and cp where it is not 1
+Layout = tuple[int, ...]  # tp, pp, dp, ep, and cp if it is not 1
 SLOW = pytest.mark.slow
-# Experts shared by neighbours under TP, by replicas, by both, and by neither; with and without a pipeline.
+# Experts are shared by neighbours under TP, by replicas, by both, and by neither; with and without a
+# pipeline.
 LAYOUTS: list[Layout] = [
     *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 2)),
     *((1, 1, 1, 2, 2), (1, 1, 2, 4, 2), (2, 1, 1, 2, 2)),
@@ -39,8 +41,7 @@ def mixture(folder: Path, **options: Any) -> Path:
     "loss", [pytest.param(name, marks=[] if name == "VAPO" else SLOW) for name in LOSSES]
 )
 def test_gradients_of_mixtures_do_not_depend_on_the_layout(loss: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Ragged sequences, so that one replica may have one micro-batch and another three: all of them must
-    reach the experts."""
+    """Replicas may have one or three micro-batches of ragged sequences, and all must reach the experts."""
     which, options = LOSSES[loss]
     kind = "token" if which == "critic" else None
     folder = mixture(tmp_path / "model", vocab=VOCAB, classification=kind)

@@ -1,5 +1,6 @@
-"""Partly frozen models: gradients of what is trained are those of the whole model, and nothing else has any,
-in every layout."""
+"""Partly frozen models: in every layout, trained parameters have the full model's gradients.
+
+Frozen parameters have none."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.tiny_models import make_tiny_model
 Ranks = Callable[..., RankPool]
 ATTENTION = {"frozen": ["attention"]}
 EMBEDDINGS = {"frozen": ["embeddings"]}
-# With two stages the first has nothing to train.
+# With two stages, the first one has no trainable parameters.
 LOWER_HALF = {"frozen": ["embeddings"], "frozen_layers": 1}
 BOTH = {"frozen": ["attention", "embeddings"], "frozen_layers": 1}
 ALL_LAYERS = {"frozen": [], "frozen_layers": 2}
@@ -27,7 +28,7 @@ SLOW = pytest.mark.slow
 
 
 def is_frozen(name: str, optimizer: dict[str, Any]) -> bool:
-    """What the documentation says of a Hugging Face tensor, written out anew. The models are tied."""
+    """Implement the documented rules for a Hugging Face tensor of a model with tied embeddings."""
     parts, layers = optimizer["frozen"], optimizer.get("frozen_layers", 0)
     attention = "self_attn" in name or "input_layernorm" in name
     return (
@@ -38,7 +39,7 @@ def is_frozen(name: str, optimizer: dict[str, Any]) -> bool:
 
 
 def tiny_model(folder: Path, which: str, layout: tuple[int, ...]) -> Path:
-    """A mixture of experts where the layout says how many ranks share them."""
+    """Make a mixture of experts if the layout has an expert-parallel size."""
     family: Any = "qwen3_moe" if layout[3:] else "qwen3"
     kind: Any = "token" if which == "critic" else None
     return make_tiny_model(folder, family, vocab=VOCAB, layers=2, tied=True, classification=kind)
@@ -112,8 +113,10 @@ def test_nothing_moves_what_is_frozen(
     ranks: Ranks,
     tmp_path: Path,
 ) -> None:
-    """Neither updates, weight decay nor a checkpoint, nor has it gradients or optimizer state. The checkpoint
-    is read on another layout, and continues bit for bit on its own. With four ranks messages overlap with
+    """Updates, weight decay and checkpoints leave frozen parameters unchanged.
+
+    They have no gradients and no optimizer state. The checkpoint can be read on another layout, and
+    training continues from it bitwise on its layout. With four ranks, communication overlaps with
     computation."""
     folder = tiny_model(tmp_path / "model", which, written)
     (checkpoint := tmp_path / "checkpoint").mkdir()
@@ -157,8 +160,7 @@ def test_nothing_moves_what_is_frozen(
 def test_what_is_frozen_is_sent_once(
     family: Any, optimizer: dict[str, Any], layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Counted in bytes, and seen in an engine whose weights were spoiled; one that has lost its weights gets
-    all of them."""
+    """Byte counts and an engine with corrupted weights show it; an engine that lost its weights gets all."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, tied=True)
     found = ranks(*layout).run(jobs.syncs_of_frozen, folder=folder, optimizer=optimizer)
     for rank in found:

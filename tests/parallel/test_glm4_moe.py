@@ -1,5 +1,7 @@
-"""What GLM-4.5 alone has: routing replay beside dense layers, layers that predict further tokens, a router's
-bias in float32. (Its row in tests/families.py: log-probabilities, gradients, values, checkpoints.)"""
+"""Features that only GLM-4.5 has.
+
+They are routing replay next to dense layers, multi-token prediction layers, and router biases in float32.
+The row in tests/families.py covers log-probabilities, gradients, values and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +34,12 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), pytest.param((2, 2, 1, 2), marks=SLOW)], ids=str)
 def test_the_engines_choice_is_taken(layout: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
-    """Scores are the routers' own, without the bias; what stands in the place of a dense layer counts
-    nowhere."""
+    """Scores come from the routers without the bias, and the entries of a dense layer are ignored."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=101, first_k_dense_replace=1)
     prompts, responses = sequences(101)
     routing = random_routing(prompts, responses, layers=4)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    place = slice(0)  # of the sequence among all tokens
+    place = slice(0)  # the sequence's span of all tokens
 
     def choose(layer: int) -> Callable[..., Any]:
         def hook(_gate: Any, _inputs: Any, output: Any) -> Any:
@@ -68,7 +69,7 @@ def test_the_engines_choice_is_taken(layout: tuple[int, ...], ranks: Ranks, tmp_
 
 
 def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
-    """As SGLang does: of a dense layer zeros."""
+    """Dense layers are recorded as zeros, as in SGLang."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=61)
     completions = engine_of(folder, torch.float32).generate(
         [GenerationRequest((5, 6, 7), seed=0), GenerationRequest((9,) * 11, seed=1)],
@@ -88,7 +89,7 @@ def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
-    """As transformers leaves them out; an export, which has none, says so."""
+    """Conversion skips multi-token prediction layers, as transformers does; an export declares none."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=101)
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.4.eh_proj.weight"
     save_file({**tensors, name: torch.ones(32, 64)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -104,7 +105,7 @@ def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_bias_stays_in_float32(tmp_path: Path) -> None:
-    """Whatever the others are converted to: transformers and SGLang have it so."""
+    """Biases keep float32 whatever the other weights' dtype, as in transformers and SGLang."""
     folder = tiny(tmp_path / "model", "glm4_moe", vocab=101)
     hf_to_megatron(folder, tmp_path / "megatron", conversion_layout(1, 2, 2))
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", dtype=torch.bfloat16)

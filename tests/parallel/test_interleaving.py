@@ -1,5 +1,6 @@
-"""Virtual stages (`parallel.vpp`): the interleaved schedule gives what one rank gives, and its checkpoints
-are read at any other layout. Layouts are (tp, pp, dp, ep, cp, vpp)."""
+"""Virtual stages (`parallel.vpp`): the interleaved schedule gives the gradients of a single rank.
+
+Its checkpoints can be read at any other layout. Layouts are (tp, pp, dp, ep, cp, vpp)."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_logprobs_and_values_equal_hugging_face(layout: Layout, ranks: Ranks, tm
     prompts, responses = sequences(307)
     arguments = {"prompts": prompts, "responses": responses}
     for family, options in (("qwen3", {"tied": True}), ("llama", {"rope": "llama3"})):
-        # Two layers in each chunk, and a vocabulary that tp does not divide.
+        # Each chunk has two layers, and tp does not divide the vocabulary.
         folder = make_tiny_model(tmp_path / family, family, vocab=307, layers=8, **options)  # type: ignore[arg-type]
         expected, entropy = hf_logprobs(folder, prompts, responses, 1.0)
         for found, found_entropy in ranks(*layout).run(jobs.logprobs, folder=folder, **arguments):
@@ -62,7 +63,7 @@ def test_logprobs_and_values_equal_hugging_face(layout: Layout, ranks: Ranks, tm
 def gradients(
     ranks: Ranks, layout: Layout, folder: Path, which: str, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Rank 0's answer; every rank has the same norm, with which gradients are clipped."""
+    """Return rank 0's result, after checking the gradient norm for clipping on every rank."""
     found = ranks(*layout).run(
         jobs.gradients, folder=folder, batch=make_batch(), which=which, options={"budget": 48, **options}
     )
@@ -82,8 +83,7 @@ def gradients(
 def test_gradients_do_not_depend_on_virtual_stages(
     term: str, layouts: list[Layout], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Micro-batches whose number the pipeline's ranks do not divide, and replicas with unlike numbers of
-    them, are filled up."""
+    """Micro-batches are padded to a multiple of the pipeline's ranks and to equal numbers on all replicas."""
     which, options = TERMS[term]
     kind: Any = "token" if which == "critic" else None
     folder = make_tiny_model(
@@ -91,7 +91,7 @@ def test_gradients_do_not_depend_on_virtual_stages(
     )
     expected = gradients(ranks, ONE, folder, which, {**options, "budget": 10_000})
     for layout in layouts:
-        # One micro-batch of all sequences, which others fill up; few; many.
+        # A single micro-batch of all sequences, which needs padding; few; many.
         for budget, overlap in ((10_000, False), (48, False), (48, True), (20, True)):
             settings = {**options, "budget": budget, "overlap_warmup_flush": overlap}
             found = gradients(ranks, layout, folder, which, settings)
@@ -123,7 +123,7 @@ def test_gradients_with_recomputation_and_frozen_layers(
 
 
 def test_an_engine_gets_the_weights_of_every_chunk(ranks: Ranks, tmp_path: Path) -> None:
-    """To the bit, as they are exported, after an update; and samples with the trainer's probabilities."""
+    """The engine's weights are bitwise the exported ones after an update, and its log-probs the trainer's."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, layers=4, tied=True)
     out = tmp_path / "out"
     answers = ranks(1, 2, 1, 1, 1, 2).run(jobs.rollout_after_update, folder=folder, out=out, prompts=PROMPTS)
@@ -152,8 +152,10 @@ def test_an_engine_gets_the_weights_of_every_chunk(ranks: Ranks, tmp_path: Path)
 def test_checkpoints_are_read_with_and_without_virtual_stages(
     written: Layout, read: list[Layout], frozen: int, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Weights are the written ones to the bit; those of the next update too, where the layout is the same,
-    and nearly so on another one, for which Adam's moments must be the right layer's."""
+    """The weights read are bitwise those written, and so are the next update's on the same layout.
+
+    On other layouts the next update is nearly equal, which requires each layer to have its own Adam
+    moments."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=4, tied=True)
     (checkpoint := tmp_path / "checkpoint").mkdir()
 
@@ -179,7 +181,7 @@ def test_checkpoints_are_read_with_and_without_virtual_stages(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 2, 2, 1, 1, 2), (1, 2, 2, 2, 1, 2)], ids=str)
 def test_overlaps_over_replicas_change_nothing(layout: Layout, ranks: Ranks, tmp_path: Path) -> None:
-    """Gradients reduced and weights gathered beside computing, chunk by chunk; without and with experts."""
+    """The overlaps reduce gradients and gather weights chunk by chunk, with and without experts."""
     make_tiny_model(tmp_path / "model", "qwen3" if layout[3] == 1 else "qwen3_moe", layers=4)
     found = {}
     switches = {"off": {}, "reduce": {"overlap_grad_reduce": True}, "both": {"overlap_param_gather": True}}
@@ -189,7 +191,7 @@ def test_overlaps_over_replicas_change_nothing(layout: Layout, ranks: Ranks, tmp
             jobs.updates_with_overlap, folder=tmp_path / "model", checkpoint=tmp_path / which, **options
         )
     for rank, plain in enumerate(found["off"]):
-        assert all(plain["alike"]) or layout[3] > 1  # replicas have experts of their own
+        assert all(plain["alike"]) or layout[3] > 1  # replicas have different experts
         for which in ("reduce", "both"):
             ours = found[which][rank]
             assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
@@ -210,8 +212,9 @@ def test_gradients_of_a_mixture_of_experts(layout: Layout, ranks: Ranks, tmp_pat
 
 
 def gradients_by_rendezvous(runtime: Any, **arguments: Any) -> tuple[Any, ...]:
-    """`jobs.gradients` over gloo's messages and over those that end as NCCL's may; what `rendezvous` gives;
-    the single messages at start."""
+    """Compute gradients over gloo's messages and over messages that complete as NCCL's may.
+
+    Returns both, the results of `rendezvous`, and the point-to-point messages sent at start."""
     plain = jobs.gradients(runtime, **arguments)
     with rendezvous() as (sent, waited):
         found = jobs.gradients(runtime, **arguments)
@@ -227,9 +230,10 @@ def gradients_by_rendezvous(runtime: Any, **arguments: Any) -> tuple[Any, ...]:
 def test_stages_wait_for_none_that_waits_for_them(
     layout: Layout, flush: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Where a message ends only when its receiver is there, and synchronising the device waits for all, as
-    over NCCL. Each pair of ranks has exchanged single messages at start, where NCCL makes a communicator for
-    it."""
+    """No deadlock occurs with NCCL's semantics.
+
+    Sends complete only with their receiver, and synchronising the device waits for all of them. Each pair
+    of ranks has exchanged point-to-point messages at start, where NCCL creates the pair's communicator."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=VOCAB, layers=8, tied=True)
     arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
     options = {"budget": 34, "overlap_warmup_flush": flush}
@@ -237,4 +241,4 @@ def test_stages_wait_for_none_that_waits_for_them(
     assert relative_difference(answers[0][1], answers[0][0]) <= 1e-6
     for _, _, sent, waited, at_start in answers:
         assert sent and sent <= set(at_start)
-        assert max(waited) > 2  # beside the lengths' own messages
+        assert max(waited) > 2  # in addition to the messages with lengths

@@ -1,5 +1,6 @@
-"""What the layout is never changes the result: gradients of every loss term against one rank and one
-micro-batch."""
+"""The layout does not change the gradients of any loss term.
+
+The reference is one rank with one micro-batch."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from tests.tiny_models import make_tiny_model
 
 VOCAB = 61
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
-MIXED = [(1, 1, 1), (2, 2, 1), (1, 2, 2)]  # between them, tp, pp and dp
+MIXED = [(1, 1, 1), (2, 2, 1), (1, 2, 2)]  # together they have tp, pp and dp above 1
 FAR = {"clip_low": 0.004, "clip_high": 0.004}  # for probabilities of about 1 / VOCAB
-# One test per loss term: the others are switched off by zero advantages, or by their weight.
+# One test per loss term: the others are disabled by zero advantages or weights.
 TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy, token level": ("actor", {"clip_high": 0.28}),
     "policy, sample level": ("actor", {"aggregation": "sample"}),
@@ -74,7 +75,7 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value of prompts": ("critic", {"advantage": "prompt_value"}),
     "value of prompts, overlong filter": ("critic", {"advantage": "prompt_value", "overlong": True}),
 }
-ACTS = {  # the statistic of the tokens that a surrogate is about
+ACTS = {  # a statistic that shows that the surrogate treats some tokens differently from PPO
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
     **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
     "teacher's top k": "taught",
@@ -87,8 +88,10 @@ others are a second each, of three layouts."""
 
 
 def make_batch(only_first_correct: bool = False, turns: bool = False) -> TrainBatch:
-    """Ragged responses. Few are correct, so that a rank or a micro-batch may hold none; some are truncated.
-    turns: with observations between what was sampled, and some before."""
+    """Make ragged responses, few of them correct and some truncated.
+
+    A rank or a micro-batch may thus have no correct response. With `turns`, responses contain observations
+    between the sampled tokens, and some start with one."""
     g = torch.Generator().manual_seed(11)
     sizes = [(3, 20), (5, 1), (2, 33), (4, 8), (6, 2), (1, 14), (9, 5), (2, 27)]
     draw = [[torch.randint(0, VOCAB, (n,), generator=g).tolist() for n in pair] for pair in sizes]
@@ -112,16 +115,16 @@ def make_batch(only_first_correct: bool = False, turns: bool = False) -> TrainBa
 def make_batch_of(term: str, turns: bool = False) -> TrainBatch:
     """Make the batch with the columns that a term of `TERMS` reads."""
     batch = make_batch("NLL" in term, turns)
-    if "T-PPO" in term:  # the last tokens of responses, of which half go on; of the right ones all have ended
+    if "T-PPO" in term:  # tokens of earlier steps; half of the incorrect responses are unfinished
         batch["prefix_tokens"] = torch.tensor([7, 0, 30, 3, 0, 13, 4, 0])
         batch["unfinished"] = ~batch["correct"] & (torch.arange(8) % 2 == 1)
-    if "teacher" in term:  # of two of the responses there is none
+    if "teacher" in term:  # two of the responses have no teacher
         g = torch.Generator().manual_seed(14)
         likeliest = torch.randn(batch.num_tokens, VOCAB, generator=g).log_softmax(-1).topk(4, -1)
         judged = batch.spread((torch.arange(8) % 4 != 1).float())[:, None] > 0
         batch["teacher_logprobs"] = likeliest.values.masked_fill(~judged, -torch.inf)
         batch["teacher_tokens"] = likeliest.indices.int()
-    if "top k" in term and "DPPO" in term:  # of some places the sampled token is among them
+    if "top k" in term and "DPPO" in term:  # the sampled token is in the top k of some positions only
         g = torch.Generator().manual_seed(15)
         logits = 2 * torch.randn(batch.num_tokens, VOCAB, generator=g)
         logits[::2].scatter_(-1, batch.tokens[::2, None], 3.0)
@@ -138,8 +141,7 @@ def make_batch_of(term: str, turns: bool = False) -> TrainBatch:
 
 
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any parameter's gradient, relative to the norm of the whole gradient per
-    element."""
+    """Return the norm of the difference of all gradients, relative to the norm of the expected gradient."""
     norm = torch.cat([x.flatten() for x in expected.values()]).double().norm()
     difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).double().norm()
     assert norm > 1e-6, "the gradient is nothing: the test would compare nothing"
@@ -216,8 +218,9 @@ def test_gradients_do_not_depend_on_how_many_layers_are_recomputed(
 def test_gradients_of_norms_behind_blocks_do_not_depend_on_the_layout(
     which: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
-    """GLM-4's: each tensor-parallel rank has them whole and sees a part of the tokens. With each kind of
-    recomputation."""
+    """GLM-4's norms after blocks are replicated over tensor-parallel ranks, each with part of the tokens.
+
+    Runs with each kind of recomputation."""
     kind: Any = "token" if which == "critic" else None
     folder = make_tiny_model(tmp_path / "model", "glm4", vocab=VOCAB, layers=2, classification=kind)
     arguments = {"folder": folder, "which": which, "batch": make_batch()}
@@ -245,8 +248,9 @@ def test_gradients_of_norms_behind_blocks_do_not_depend_on_the_layout(
 def test_every_group_that_a_run_uses_was_used_by_all_its_members_at_start(
     layout: tuple[int, ...], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """NCCL makes a group's communicator at its first use, which all members must enter; a message between two
-    ranks is none. Where the layout has a fourth number, ep, the model is a mixture."""
+    """NCCL creates a group's communicator at its first use, which all members must enter.
+
+    Point-to-point messages are exempt. With a fourth number (ep), the model is a mixture of experts."""
     family: Any = "qwen3_moe" if layout[3:] else "qwen3"
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, tied=True)
     found = ranks(*layout).run(
@@ -275,8 +279,10 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_prompts_that_are_computed_once_change_no_gradient(
     term: str, turns: bool, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
-    """Three groups, one of a single response, in any order; a budget that cuts a group; sequence parallelism;
-    responses with observations, of which some begin with one."""
+    """Sharing the computation of prompts changes no gradient.
+
+    Cases: three groups, one of a single response, in any order; a token budget that splits a group; and
+    sequence parallelism. With turns, responses have observations and some start with one."""
     which, options = SHARED[term]
     classification = "token" if which == "critic" else None
     folder = make_tiny_model(

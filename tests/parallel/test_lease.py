@@ -1,4 +1,4 @@
-"""The right to write into a folder: one command has it at a time, whoever dies, stops or is silent."""
+"""The lease of a folder: one command at a time may write, even if an owner dies, stops or is silent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.config.errors import ConfigError, Interrupted, LeaseError
 from megarl.parallel import lease as module
 from megarl.parallel.lease import MARGIN, Lease, hold_lease, renew_held
 
-WAIT = 60.0  # seconds, for what takes a moment
+WAIT = 60.0  # seconds, a generous limit for brief waits
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def take(folder: Path, **options: Any) -> Any:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Return the id of a child that does `work` and ends with code 0, or with 9 where that raises."""
+    """Return the id of a child that runs `work` and exits with code 0, or 9 if that raises."""
     if (child := os.fork()) == 0:
         code = 9
         try:
@@ -134,19 +134,19 @@ def test_of_many_at_once_one_has_it(folder: Path) -> None:
 
     children = [forked(work) for _ in range(8)]
     codes = [ended(child) for child in children]
-    # Those that came too late were refused, or had it when the one before had left.
+    # Late children were refused, or got the lease after the previous owner had left.
     assert set(codes) <= {0, 9} and 0 in codes
     assert not list(folder.glob("owner-*"))
 
 
 def test_after_kill_9_the_next_has_it_at_once(folder: Path) -> None:
-    end(holder(folder, limit=3600.0))  # no silence would do
+    end(holder(folder, limit=3600.0))  # far too long to wait for its silence
     with take(folder):
         pass
 
 
 def test_a_process_that_is_left_of_the_first_keeps_it(folder: Path) -> None:
-    """The launcher is dead, a rank that it has forked is not yet."""
+    """The launcher is dead, but a rank that it forked is alive."""
     folder.mkdir()
 
     def launcher() -> None:
@@ -167,7 +167,7 @@ def test_a_process_that_is_left_of_the_first_keeps_it(folder: Path) -> None:
 
 
 def test_a_stopped_owner_is_dead_before_the_next_has_it(folder: Path) -> None:
-    """Its own timer, of the kernel, kills it: once woken it would go on writing. Before that it has it."""
+    """A stopped owner keeps the lease until a kernel timer kills it; once resumed it would write again."""
     child = holder(folder, limit=3600.0)
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="megarl test runs there"), take(folder, limit=3600.0):
@@ -183,7 +183,7 @@ def test_a_stopped_owner_is_dead_before_the_next_has_it(folder: Path) -> None:
 
 
 def of_another_machine(folder: Path, silent: float, machines: int = 1) -> Path:
-    """Make a lease of a process on another machine that was renewed so many seconds ago."""
+    """Make a lease of a process on another machine that was renewed `silent` seconds ago."""
     for earlier in folder.glob("lease-*"):
         earlier.unlink()
     with take(folder):
@@ -213,7 +213,7 @@ def test_one_of_several_machines_is_not_gone_with_its_processes_here(folder: Pat
 
 @pytest.mark.parametrize("text", ["", '{"command": "megarl tr', "[]"])
 def test_half_written_one(folder: Path, text: str) -> None:
-    """Whoever makes it is at it, or died in the middle."""
+    """A command is writing it, or died meanwhile."""
     folder.mkdir()
     path = folder / "lease-000004.json"
     path.write_text(text)
@@ -227,7 +227,7 @@ def test_half_written_one(folder: Path, text: str) -> None:
 def test_whoever_loses_it_ends_at_once(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "RENEWALS", 300)  # a look every 0.2 s, and no limit within the test
+    monkeypatch.setattr(module, "RENEWALS", 300)  # checks every 0.2 s, with no limit during the test
     child = holder(folder)
     (path,) = folder.glob("lease-*")
     path.unlink()
@@ -237,17 +237,17 @@ def test_whoever_loses_it_ends_at_once(
 
 
 def test_it_is_lost_while_ranks_run(folder: Path) -> None:
-    """The launcher, which has no thread before it forks, looks for it as it looks at the ranks."""
+    """The launcher, which starts no thread before it forks, checks the lease whenever it checks its ranks."""
     with pytest.raises(LeaseError, match="has taken it over"), take(folder) as lease:
         renew_held()
         lease.path.unlink()
-        module._held_leases[lease].renewed -= lease.limit / module.RENEWALS  # it is due again
+        module._held_leases[lease].renewed -= lease.limit / module.RENEWALS  # the next renewal is due
         with pytest.raises(LeaseError, match="is gone"):
             renew_held()
 
 
 def test_a_file_system_that_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may come back; not when the lease is as good as over."""
+    """Failed renewals are tolerated until the lease is almost over."""
 
     def refuse(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -261,7 +261,7 @@ def test_a_file_system_that_refuses(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_process_of_the_job_keeps_it_too(folder: Path) -> None:
-    """A rank that was not forked from the one that took it."""
+    """The other process is a rank that was not forked from the owner."""
     with take(folder) as lease:
         again = Lease(lease.path, lease.limit)
         held = module._held_leases.pop(lease)  # as in another process

@@ -1,5 +1,7 @@
-"""LoRA adapters against the model that they are merged into, whose gradients other tests hold against Hugging
-Face: with W + s B A in the place of W the chain rule gives dA = s B^T dW and dB = s dW A^T."""
+"""LoRA adapters compared with the model that they are merged into.
+
+Other tests compare that model's gradients with Hugging Face. With W + s B A in place of W, the chain rule
+gives dA = s B^T dW and dB = s dW A^T."""
 
 from __future__ import annotations
 
@@ -39,13 +41,13 @@ DOWN = {"rank": 2, "targets": ["down_proj"]}  # nothing before a layer's MLP has
 
 
 def scale_of(lora: dict[str, Any]) -> float:
-    """As PEFT documents it."""
+    """Return the scale as PEFT documents it."""
     alpha, rank = lora.get("alpha", 32.0), lora["rank"]
     return alpha / math.sqrt(rank) if lora.get("rank_stabilized") else alpha / rank
 
 
 def draw_adapters(folder: Path, lora: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Random A and B, none of them zero, for the matrices that PEFT's target_modules would name."""
+    """Make random nonzero A and B for the matrices that PEFT's target_modules would name."""
     weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
     found = {}
     for name, weight in sorted(weights.items()):
@@ -64,7 +66,7 @@ def draw_adapters(folder: Path, lora: dict[str, Any]) -> dict[str, torch.Tensor]
 
 
 def merge(folder: Path, adapters: dict[str, torch.Tensor], lora: dict[str, Any], out: Path) -> Path:
-    """A copy of the folder whose weights are W + s B A, computed in float64."""
+    """Copy the folder with the weights W + s B A, computed in float64."""
     out.mkdir()
     for file in folder.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
@@ -81,7 +83,7 @@ def merge(folder: Path, adapters: dict[str, torch.Tensor], lora: dict[str, Any],
 def projected(
     whole: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Gradients of A and B from those of the merged weights."""
+    """Project the gradients of the merged weights onto A and B."""
     found = {}
     for name, a in adapters.items():
         if name.endswith("lora_A.weight"):
@@ -152,7 +154,8 @@ def test_gradients_are_those_of_the_merged_weights(
     if which == "critic":
         expected["score.weight"] = whole["gradients"]["score.weight"].double()
     ours = found[0]["gradients"]
-    # The reference has the rounding errors of the merged weights' gradients, projected as they are. Sums of
+    # The reference projects the merged weights' gradients with their rounding errors. Sums of absolute
+    # values bound these errors, since the terms of the projection may cancel.
     # absolute values bound them: the projection itself may cancel.
     largest = projected(absolute(whole["gradients"]), absolute(adapters), lora)
     difference = total_norm({name: ours[name].double() - gradient for name, gradient in expected.items()})
@@ -166,7 +169,7 @@ def test_gradients_are_those_of_the_merged_weights(
 
 
 def fused(name: str) -> str:
-    """One name for what is one Megatron parameter: q, k and v; gate and up."""
+    """Map q, k and v, or gate and up, to the name of their common Megatron parameter."""
     return re.sub("gate_proj|up_proj", "gate_up_proj", re.sub("[qkv]_proj", "qkv_proj", name))
 
 
@@ -186,8 +189,9 @@ def fused(name: str) -> str:
 def test_the_model_the_engine_and_both_exports_are_the_merged_model(
     family: Any, lora: dict[str, Any], layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """At first (B = 0) and with the adapters turned off it is the model alone to the bit. What has no
-    adapters is sent to an engine once."""
+    """Initially (B = 0) and with adapters disabled, log-probs are bitwise those of the model alone.
+
+    Parameters without adapters are sent to an engine only once."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2, tied=True)
     adapters = draw_adapters(folder, lora)
     merged = merge(folder, adapters, lora, tmp_path / "merged")
@@ -234,8 +238,9 @@ def test_the_model_the_engine_and_both_exports_are_the_merged_model(
     ids=str,
 )
 def test_peft_loads_the_folder(family: Any, lora: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
-    """Log-probs of PEFT's model of it are ours. Experts, which are one tensor in transformers 5, PEFT joins
-    as it reads them."""
+    """PEFT's model of the exported folder has the same log-probs as Megarl's.
+
+    Experts are one tensor in transformers 5; PEFT joins their adapters when it reads the folder."""
     peft = pytest.importorskip("peft", reason="make install has it")
     folder = make_tiny_model(tmp_path / "model", family, vocab=VOCAB, layers=2)
     prompts, responses = sequences(VOCAB)
@@ -272,9 +277,10 @@ def test_adapters_alone_are_trained_and_saved(
     ranks: Ranks,
     tmp_path: Path,
 ) -> None:
-    """They begin alike on every layout, have all gradients and optimizer state that there are, and continue
-    from a checkpoint bit for bit on its layout, and on others. The checkpoint holds nothing else. With four
-    ranks messages overlap with computation."""
+    """Only the adapters have gradients and optimizer state and are saved.
+
+    They start equal on every layout and continue from a checkpoint: bitwise on its layout, nearly so on
+    others. With four ranks, communication overlaps with computation."""
     critic = which == "critic"
     kind: Any = "token" if critic else None
     folder = make_tiny_model(
@@ -293,7 +299,7 @@ def test_adapters_alone_are_trained_and_saved(
     beside = {name for name in original if ".lora_" in name or name == "score.weight"}
     assert {name for name in beside if ".lora_" in name} == set(draw_adapters(folder, lora))
     for name, tensor in original.items():
-        idle = ".experts." in name  # perhaps: no token went there
+        idle = ".experts." in name  # no token may have been routed there
         assert torch.equal(tensor, last[name]) == (name not in beside) or (name in beside and idle), name
         bound = tensor.shape[-1] ** -0.5
         assert "lora_A" not in name or 0.9 * bound < tensor.abs().max() <= bound

@@ -1,4 +1,4 @@
-"""Packages, drivers and names that do not fit are each one line with its remedy."""
+"""Unsuitable packages, drivers and host names are each reported in one line with the remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PYPROJECT, CONSTRAINTS = (
 
 
 def test_what_fits_is_what_the_package_asks_for() -> None:
-    """The table that is looked at before the first import, and pyproject.toml, which pip goes by."""
+    """SUPPORTED and MEGATRON, checked before the first import, match pyproject.toml and pip constraints."""
     asked = {
         found.name: found
         for found in map(Requirement, tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"])
@@ -73,7 +73,7 @@ def test_what_fits_is_what_the_package_asks_for() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for packages in front of all others; `install` puts one there."""
+    """Return a packages folder that precedes all others; `install` adds a package to it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -89,7 +89,7 @@ def install(site: Path, package: str, version: str, *requires: str, module: str 
 
 
 class TestTransformerEngine:
-    """D5: beside a broken one megatron-core 0.19 ends in a FileNotFoundError."""
+    """With a broken Transformer Engine, megatron-core 0.19 fails with a FileNotFoundError (D5)."""
 
     def test_none_is_no_problem(self, site: Path) -> None:
         assert broken_transformer_engine() == ""
@@ -103,7 +103,7 @@ class TestTransformerEngine:
         )
 
     def test_a_compiled_half_that_only_the_package_itself_finds(self, site: Path) -> None:
-        """As transformer-engine-torch is installed: in a folder that the package itself adds to the path."""
+        """transformer-engine-torch may lie in a folder that the package itself adds to the path."""
         install(site, "transformer_engine", "2.20.2", module="transformer_engine")
         install(site, "transformer_engine_torch", "2.20.2")
         folder = site / "transformer_engine"
@@ -141,7 +141,7 @@ class TestTransformerEngine:
             "raise ImportError('te.so: undefined symbol: _ZN3c10')"
         )
         found = broken_transformer_engine()
-        sys.modules.pop("transformer_engine", None)  # half imported; monkeypatch would put it back
+        sys.modules.pop("transformer_engine", None)  # half imported; monkeypatch would restore it
         assert found.endswith(
             "undefined symbol: _ZN3c10 (compiled for another torch? make install-gpu, or uninstall it)"
         )
@@ -168,8 +168,7 @@ def test_how_an_environment_differs_from_the_lock() -> None:
 
 
 def test_the_lock_holds_what_megarl_asks_for() -> None:
-    """Every requirement of megarl itself, and one version of each part of Transformer Engine; nothing twice,
-    all of it exact."""
+    """The lock pins one exact version of each requirement, and one of all parts of Transformer Engine."""
     from packaging.requirements import Requirement
 
     lines = [Requirement(line) for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
@@ -297,7 +296,7 @@ def test_allocators_that_sglang_cannot_sleep_with(name: str, value: str, refused
 def test_variables_that_choose_other_kernels_of_attention(
     attention: str, set_to: dict[str, str], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Megatron does, in an AssertionError while it makes the model."""
+    """Megatron refuses the same variables, with an AssertionError while it builds the model."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.enums import AttnBackend
 
@@ -322,7 +321,7 @@ def test_variables_that_choose_other_kernels_of_attention(
 def test_an_older_cudnn_than_torchs(
     found: tuple[int, ...], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's own check, which a build without CUDA leaves out."""
+    """Run torch's own check, which a build without CUDA skips."""
     library = SimpleNamespace(
         getVersionInt=lambda: 91900,
         getRuntimeVersion=lambda: found,
@@ -395,8 +394,9 @@ def test_the_table_of_internals_holds_for_what_is_installed() -> None:
 def test_the_check_of_the_table(
     site: Path, monkeypatch: pytest.MonkeyPatch, entry: Internal, problem: str
 ) -> None:
-    """On sources that are parsed and never imported: re-exports, dataclasses and their bases, attributes that
-    a method sets."""
+    """The check parses sources without importing them.
+
+    It finds re-exports, dataclasses and their bases, and attributes that a method sets."""
     install(site, "lib", "3.1", module="lib")
     (site / "lib" / "__init__.py").write_text("from .api import f, Fields\nfrom lib.api import Made\n")
     (site / "lib" / "api.py").write_text(
@@ -415,7 +415,7 @@ def test_the_check_of_the_table(
 
 
 def test_everything_that_megarl_imports_is_in_the_table() -> None:
-    """So that a new import is a line there, which is checked on each version."""
+    """A new import needs an entry in the table, which is checked on each version."""
     import ast
 
     entries = [entry for package in read_table().values() for entry in package.internals]
@@ -481,7 +481,7 @@ def test_a_variable_of_a_launcher_that_cannot_be_used_is_named(
 
 
 def test_launchers_that_can_be() -> None:
-    """Also a process that nobody launched, on a node where the address of another job is left over."""
+    """Also accepted: a process without a launcher, on a node with a leftover address of another job."""
     check_launcher(LAUNCHED)
     check_launcher({})
     check_launcher({"MASTER_ADDR": "gone", "MASTER_PORT": "1", "SLURM_JOB_END_TIME": "1790000000.5"})
@@ -491,9 +491,10 @@ def test_launchers_that_can_be() -> None:
 def test_what_the_memory_saver_preloads_finds_the_runtime_in_nvidias_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real preloaded object that needs a real library: without the folder of the wheel no process starts,
-    with it one does, and where there is no such wheel `megarl doctor` says so. (The runtime's version is none
-    that this machine may have.)"""
+    """A preloaded object finds its CUDA library only through the wheel's folder.
+
+    Uses real shared objects: without the folder no process starts. Without the library the problem is
+    reported. Version 99 of the runtime exists on no machine."""
     wheel, package = tmp_path / "nvidia" / "cu13" / "lib", tmp_path / "torch_memory_saver"
     package.mkdir()
     (package / "__init__.py").touch()

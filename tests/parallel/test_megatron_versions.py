@@ -1,5 +1,4 @@
-"""megarl on more than one version of megatron-core: a checkpoint that one wrote is continued by another
-(`make test-megatron`)."""
+"""A checkpoint of one megatron-core version continues under another one (`make test-megatron`)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ torch.save(around_a_checkpoint(there, Path(folder), Path(checkpoint), bool(int(r
 
 
 def test_no_private_name_of_megatron_is_imported() -> None:
-    """They come and go with its versions: one that was gone from 0.17 on kept megarl from starting there."""
+    """Private names change between versions: one that 0.17 removed kept megarl from starting."""
     private = []
     sources = {file: file.read_text() for file in sorted((ROOT / "megarl").rglob("*.py"))}
     for file, source in sources.items():
@@ -39,8 +38,8 @@ def test_no_private_name_of_megatron_is_imported() -> None:
                 names = [*node.module.split("."), *(alias.name for alias in node.names)]
                 private += [f"{file.name}: {name}" for name in names if name.startswith("_")]
     assert not private
-    # Checkpoints: what a part of a model's and an optimizer's state is, and reading. Neither the planners,
-    # writers nor strategies, which change with each version.
+    # Checkpoints may use the state descriptions and reading. Planners, writers and strategies change with
+    # each version.
     used = {
         node.module
         for file in (ROOT / "megarl/training").glob("*.py")
@@ -53,7 +52,7 @@ def test_no_private_name_of_megatron_is_imported() -> None:
 
 
 def run(python: str, folder: Path, checkpoint: Path, read: bool) -> dict[str, Any]:
-    """`around_a_checkpoint` in a process of this Python's environment."""
+    """Run `around_a_checkpoint` in a process of this Python's environment."""
     out = checkpoint.with_suffix(f".{int(read)}.pt")
     command = [python, "-c", JOB, str(folder), str(checkpoint), str(int(read)), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -66,7 +65,7 @@ def run(python: str, folder: Path, checkpoint: Path, read: bool) -> dict[str, An
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("back", [False, True], ids=["forth", "back"])
 def test_a_checkpoint_is_continued_by_another_version(family: str, back: bool, tmp_path: Path) -> None:
-    """Weights and optimizer come back to the bit, and the next update makes the same of them."""
+    """Weights and optimizer state are bitwise equal, and those after the next update within 1e-6."""
     if "OTHER_PYTHON" not in os.environ:
         pytest.skip("OTHER_PYTHON names no environment with another megatron-core (make test-megatron does)")
     writer, reader = (sys.executable, os.environ["OTHER_PYTHON"])[:: -1 if back else 1]

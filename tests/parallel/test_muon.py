@@ -1,5 +1,7 @@
-"""Muon as megatron-core has it, against a float64 loop of the paper's update (arXiv 2502.16982, algorithm 1
-and equation 4), and through checkpoints and offload. Needs emerging-optimizers, which wants Python 3.12."""
+"""Muon of megatron-core, compared with a float64 loop, and with checkpoints and offload.
+
+The loop is the update of arXiv 2502.16982, algorithm 1 and equation 4. Needs emerging-optimizers, which
+requires Python 3.12."""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ ADAM = re.compile("embed_tokens|lm_head|norm|bias|score")
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Algorithm 2 of Jordan's post: five steps of X <- a X + (b A + c A A) X with A = X X^T."""
+    """Orthogonalise by Algorithm 2 of Jordan's post: five steps X <- a X + (b A + c A A) X with A = X X^T."""
     x = matrix / matrix.norm()
     if x.shape[0] > x.shape[1]:
         return newton_schulz(matrix.T).T
@@ -45,7 +47,7 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def matrices(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In float64; an MLP's gate above its up projection, as Megatron has them."""
+    """Convert to float64, and stack an MLP's gate on its up projection, as Megatron does."""
     found = {}
     for name, tensor in tensors.items():
         if "up_proj" not in name or "gate_up" in name:
@@ -98,7 +100,7 @@ def test_updates_are_the_papers(
                 change, kept = scale * newton_schulz(gradient + beta * momenta[name]), decay
                 turned += 1
             weights[name] = weight - lr * (change + kept * weight)
-            # Of an expert that no token chose 0 / 0 would be turned.
+            # An expert that no token chose would divide 0 by 0.
             if gradient.any():
                 difference = (after[name] - weights[name]).norm() / (after[name] - weight).norm()
                 assert difference <= 2e-4, (step, name, float(difference))
@@ -124,8 +126,9 @@ def test_a_checkpoint_continues_bit_for_bit(
     ranks: Ranks,
     tmp_path: Path,
 ) -> None:
-    """With everything off the device after each update; on another layout but for rounding. With four ranks
-    messages overlap with computation."""
+    """The next update is bitwise equal on the same layout, and equal up to rounding on another one.
+
+    Everything is offloaded after each update. With four ranks, communication overlaps with computation."""
     critic = which == "critic"
     kind: Any = "token" if critic else None
     folder = make_tiny_model(
@@ -168,7 +171,7 @@ def test_a_checkpoint_continues_bit_for_bit(
 def test_the_plan_counts_a_momentum_alone(
     case: dict[str, Any], layout: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Of the fullest replica, and with what fills the shares of others up; the checkpoint is on disk."""
+    """The plan matches the fullest replica, with the padding of the others, and the checkpoint on disk."""
     case = {**case, "optimizer": {"optimizer": "muon"}}
     if case["family"] == "qwen3_moe":
         case |= {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
@@ -185,7 +188,7 @@ def test_the_plan_counts_a_momentum_alone(
 
 
 def test_experts_that_tensor_parallel_ranks_share_need_a_second_replica(tmp_path: Path) -> None:
-    """Megatron would have each of these ranks turn all of them, with gradients of which it has a part."""
+    """Each tensor-parallel rank would orthogonalise all of the experts, with only part of their gradients."""
     config = read_config(make_tiny_model(tmp_path / "model", "qwen3_moe", vocab=VOCAB, layers=2))
     muon = OptimizerConfig(optimizer="muon")
     with pytest.raises(ConfigError, match=r"^actor\.optimizer: muon of experts .*\(raise parallel\.dp"):

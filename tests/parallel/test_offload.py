@@ -1,4 +1,4 @@
-"""Tensors leave the device and come back: as they were, in place, through host memory that is used again."""
+"""Tensors are offloaded and onloaded unchanged and in place, through reusable host memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    # numpy() would pin the storage to its size
+    # Call clone() first: numpy() would prevent resizing the storage.
     return tensor.clone().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_host_without_room_is_named() -> None:
-    """On a GPU the words are CUDA's for a full one: "CUDA error: out of memory"."""
+    """On a GPU, the message quotes CUDA's error when the host is full: "CUDA error: out of memory"."""
     pool = HostPool(CPU, 2**55)
     with pytest.raises(DeviceMemoryError, match=r"^host memory: is full after .* 0\.00 GiB: .*\)$"):
         pool.take(1)
@@ -40,8 +40,7 @@ def test_a_host_without_room_is_named() -> None:
     rounds=st.integers(1, 3),
 )
 def test_comes_back_as_it_left(sizes: list[tuple[int, torch.dtype]], chunk: int, rounds: int) -> None:
-    """Views share their storage and stay views of it; the second group gets the first one's host memory while
-    that is back."""
+    """Views share a storage and remain views of it, and the host memory of each round is reused."""
     pool = HostPool(CPU, chunk)
     whole = [
         torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8).view(dtype) for n, dtype in sizes
@@ -120,8 +119,9 @@ def test_no_room_leaves_everything_off_the_device(monkeypatch: pytest.MonkeyPatc
 def test_a_learner_that_was_away_learns_the_same_bits(
     layout: tuple, dtype: str, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """Weights, gradients and optimizer leave between updates; in bf16 the optimizer has FP32 copies of its
-    own, in FP32 views."""
+    """Weights, gradients and optimizer are offloaded between updates.
+
+    In bf16 the optimizer has separate FP32 copies, in FP32 views."""
     folder = make_tiny_model(tmp_path / "model", "qwen3", vocab=61, tied=True)
     for which in ("actor", "critic"):
         stayed, moved = (
@@ -150,8 +150,9 @@ def test_a_learner_that_was_away_learns_the_same_bits(
 def test_nothing_of_an_update_stays_on_the_device(
     family: Family, layout: tuple, ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """Libraries keep tensors of the last pack, or of the largest, which would lie beside the engine: each of
-    them here is larger than anything that may stay, which are counts of an expert's tokens."""
+    """Libraries keep tensors of the last or largest micro-batch, which would use the engine's memory.
+
+    Each of these is larger here than what may stay: counts of an expert's tokens."""
     folder = make_tiny_model(tmp_path / "model", family, vocab=61)
     for left in ranks(*layout).run(jobs.left_behind, folder=folder):
         assert [found for found in left if found[0] > 64] == []

@@ -1,5 +1,4 @@
-"""Megatron's options (docs/gpu.md has them all): they reach it, and change what they should and nothing
-else."""
+"""Megatron's options (listed in docs/gpu.md) reach Megatron and have only the intended effect."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ VAPO = {"clip_high": 0.28, "aggregation": "token", "nll_weight": 0.1, "budget": 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """A run has one `parallel.grad_dtype`; here others follow in the same process, and Megatron keeps the
-    function that sums gradients in a global variable."""
+    """Restore Megatron's global function that reduces gradients.
+
+    A run has a single `parallel.grad_dtype`; here several follow in one process."""
     from megatron.core.distributed import param_and_grad_buffer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +46,7 @@ def apart() -> Iterator[None]:
 
 
 def learner_of(runtime: Runtime, folder: Path, model: dict[str, Any], **parallel: Any) -> Any:
-    """An actor with a folder's weights, and its optimizer."""
+    """Build an actor with a folder's weights, and its optimizer."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.model import TrainableModel
@@ -59,7 +59,7 @@ def learner_of(runtime: Runtime, folder: Path, model: dict[str, Any], **parallel
 
 
 def given(runtime: Runtime, folder: Path, model: dict[str, Any], **parallel: Any) -> dict[str, Any]:
-    """What Megatron is given."""
+    """Return the options that Megatron receives, and the dtypes of the gradient buffers."""
     with apart():
         _, learner = learner_of(runtime, folder, model, **parallel)
     found = vars(learner.chunks[0].config) | vars(learner.chunks[0].ddp_config)
@@ -83,14 +83,14 @@ def test_megatron_is_given_what_is_asked_for(ranks: Ranks, tmp_path: Path) -> No
         model = {"recompute": "selective", "recompute_modules": names}
         found = ranks(1, 2, 1).run(given, folder=folder, model=model)[0]
         assert (found["recompute_granularity"], found["recompute_modules"]) == ("selective", theirs)
-    # What has been sent is freed where no message may still be under way.
+    # Sent outputs are freed only where no message can still be in flight.
     for layout, freed in (((1, 1, 1), False), ((1, 2, 1), True), ((1, 2, 1, 1, 1, 2), False)):
         found = ranks(*layout).run(given, folder=folder, model={})[0]
         assert (found["deallocate_pipeline_outputs"], found["batch_p2p_sync"]) == (freed, False), layout
 
 
 def routed(runtime: Runtime, folder: Path, router_dtype: str, hidden: torch.Tensor) -> list[Any]:
-    """What each layer's router makes of bf16 hidden states: weights [tokens, experts], and who gets them."""
+    """Route bf16 hidden states in each layer; return weights [tokens, experts] and the selection mask."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.model.routing import start_counting
@@ -109,8 +109,9 @@ def routed(runtime: Runtime, folder: Path, router_dtype: str, hidden: torch.Tens
 
 
 def test_a_router_in_fp32_chooses_as_hugging_faces_in_fp32(ranks: Ranks, tmp_path: Path) -> None:
-    """Of the same bf16 weights and hidden states. In bf16 the logits are rounded: of near ties other experts
-    win, and all are weighed by rounded numbers."""
+    """With the same bf16 weights and hidden states, an fp32 router selects the same experts.
+
+    In bf16 rounded logits resolve near ties differently, and all routing weights are rounded."""
     folder = mixture(tmp_path / "model", vocab=VOCAB, experts=32, active=4)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
     hidden = torch.randn(
@@ -155,7 +156,7 @@ def test_experts_are_not_recomputed_alone(tmp_path: Path) -> None:
 
 
 def left_behind(runtime: Runtime, folder: Path) -> list[int]:
-    """Numbers in what a rank's part of the model gave for each micro-batch, when all have gone back."""
+    """Return the sizes of a stage's outputs for each micro-batch after all backward passes."""
     from megarl.training.batch import make_micro_batches
 
     _, learner = learner_of(runtime, folder, {})
@@ -170,12 +171,13 @@ def left_behind(runtime: Runtime, folder: Path) -> list[int]:
 def test_what_a_stage_has_sent_is_freed(ranks: Ranks, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen2", vocab=VOCAB)
     first, last = ranks(1, 2, 1).run(left_behind, folder=folder)
-    assert first == [1] * 4 and last == []  # the last stage's are pairs
+    assert first == [1] * 4 and last == []  # the last stage returns pairs
 
 
 def summed(runtime: Runtime, folder: Path, overlap: bool, grad_dtype: str) -> dict[str, Any]:
-    """This rank's share of the gradients of a mini-batch; a norm for each of two updates with all off the
-    device in between; and the sum of its weights then."""
+    """Return this rank's share of a mini-batch's gradients, and the norms of two updates.
+
+    Everything is offloaded and onloaded after each update. Also returns the sum of the weights at the end."""
     from megarl.parallel.offload_group import HostPool
     from megarl.training.batch import make_train_batch
     from megarl.training.objectives import supervised_loss
@@ -225,5 +227,5 @@ def test_gradients_in_bf16_are_those_in_fp32_rounded(
         assert float((found - wanted).norm() / wanted.norm()) < 0.01
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=0.02)
     by_stage = [halved[rank]["weights"] for rank in range(2)]
-    if layout[1] == 1:  # replicas hold the same weights
+    if layout[1] == 1:  # replicas have the same weights
         assert by_stage[0] == by_stage[1]

@@ -1,5 +1,4 @@
-"""Gradients reduced beside the backward pass and weights gathered beside the next forward pass change nothing
-but rounding."""
+"""Overlapping gradient reduction and weight gathering with computation changes only rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = tuple(get_args(Family))
-SMALL = 1000  # weights of a bucket, so that a tiny model has several
+SMALL = 1000  # weights in a bucket, so that a tiny model has several buckets
 
 
 @pytest.mark.slow
@@ -55,8 +54,7 @@ def test_overlaps_change_nothing(
         assert max(plain["norms"]) > 0
         for which in ("reduce", "both"):
             ours = found[which][rank]
-            # Rounding: replicas are added up in another order where there are more than two, and the norm
-            # over other shards.
+            # More than two replicas are summed in another order, and the norm over other shards.
             torch.testing.assert_close(
                 torch.tensor(ours["norms"]), torch.tensor(plain["norms"]), rtol=1e-5, atol=0
             )
@@ -69,10 +67,10 @@ def test_overlaps_change_nothing(
                     msg=lambda text, name=name: f"{name}: {text}",
                 )
                 assert torch.equal(ours["back"][name], ours["weights"][name]), name
-    # The last stages have one bucket: Megatron cuts those of the first stage only, which are the last to be
-    # reduced.
+    # The last stages have one bucket: Megatron splits those of the first stage only, which are reduced
+    # last.
     assert all(ours[0]["buckets"] > 2 for ours in (found["reduce"], found["both"]))
-    # Without the last gather the replicas differ after the first of two updates, and only there.
+    # Without the last gather, replicas differ only after the first of two updates.
     assert found["both"][0]["alike"] == [False, True, False, True]
     assert all(found["reduce"][0]["alike"])
 
@@ -81,8 +79,10 @@ def test_overlaps_change_nothing(
 def test_weights_are_read_by_calling_their_modules(
     family: str, ranks: Callable[[int, int, int], RankPool], tmp_path: Path
 ) -> None:
-    """Megarl's layers too: the wait for a weight's gather is a hook before its module's call. A gather over
-    gloo is often quick enough to hide that nobody waited. The output layer's is waited for by itself."""
+    """Modules wait for their weights' gather in a hook before their call, which Megarl's layers need too.
+
+    A gather over gloo is often so fast that a missing wait goes unnoticed. The output layer's weight is
+    waited for separately."""
     make_tiny_model(tmp_path / "model", family, tied=False)
     [found] = ranks(1, 1, 1).run(read_without_a_call, folder=tmp_path / "model")
     assert found == ["chunks.0.output_layer.weight"]

@@ -1,5 +1,6 @@
-"""Megatron against Hugging Face on the same weights: every family of tests/families.py over its layouts; then
-scores, and what is learned from several turns."""
+"""Megatron compared with Hugging Face on the same weights, for all families and layouts.
+
+The families are those of tests/families.py. Then reward scores, and updates from several turns."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ Ranks = Callable[..., RankPool]
 
 
 def tiny(folder: Path, family: Any, **options: Any) -> Path:
-    """Four layers: two for each of two stages, or one for each of their virtual ones."""
+    """Make a model of four layers: two for each of two stages, or one for each virtual stage."""
     return make_tiny_model(folder, family, **{"layers": 4, "experts": 8, "active": 3, **options})
 
 
 def sequences(vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses of very different lengths, a response of one token among them."""
+    """Make prompts and responses of very different lengths, including a response of one token."""
     generator = torch.Generator().manual_seed(5)
     sizes = [(3, 9), (11, 1), (1, 30), (7, 16), (2, 2), (20, 5)]
     draw = [[torch.randint(0, vocab, (n,), generator=generator).tolist() for n in pair] for pair in sizes]
@@ -65,16 +66,17 @@ def hf_logprobs(
 def hf_values(
     folder: Path, family: str, prompts: list[list[int]], responses: list[list[int]]
 ) -> torch.Tensor:
-    config = AutoConfig.from_pretrained(folder)  # else transformers takes Qwen3.5 for a model of images
+    config = AutoConfig.from_pretrained(folder)  # else transformers loads Qwen3.5 as an image model
     model = model_class(family, "token").from_pretrained(folder, config=config, dtype=torch.float32)
     rows = zip(prompts, responses, strict=True)
     return torch.cat([model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1, 0] for p, r in rows])
 
 
 def hf_gradients(folder: Path, family: str, batch: TrainBatch) -> dict[str, Tensor]:
-    """Of the mean negative log-probability of all responses' tokens, by the files' names. In float64, but for
-    Qwen3.5's delta rule, which transformers computes in float32."""
-    # The grouped products of experts have no float64.
+    """Compute gradients of the mean negative log-probability of all response tokens, by the files' names.
+
+    Uses float64, except for Qwen3.5's delta rule, which transformers computes in float32."""
+    # Grouped GEMMs of experts have no float64 version.
     kind = {"experts_implementation": "eager"} if FAMILIES[family].is_moe else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **kind)
     loss, ends = torch.zeros((), dtype=torch.float64), batch.cu_seqlens.tolist()
@@ -96,10 +98,11 @@ def hf_gradients(folder: Path, family: str, batch: TrainBatch) -> dict[str, Tens
 
 
 def over_families(quantity: str) -> pytest.MarkDecorator:
-    """Every family at each of its layouts; slow, but for those that its row calls fast.
+    """Parametrize over every family at each of its layouts, slow unless the family's row lists it as fast.
 
-    Values: the first family with a list of layouts at all of them, the others at the first two. All critics
-    have the same head, and the layers of the actor, whose log-probabilities are compared at every layout."""
+    Values: the first family with a list of layouts runs at all of them, the others at the first two and the
+    fast ones. All critics have the same head and the actor's layers, whose log-probabilities are compared
+    everywhere."""
     cases, seen = [], set()
     for family, row in ROWS.items():
         if quantity == "values" and not row.critics:
@@ -115,7 +118,7 @@ def over_families(quantity: str) -> pytest.MarkDecorator:
 
 
 def nll_batch() -> TrainBatch:
-    """Whose loss is the mean negative log-probability of all responses' tokens."""
+    """Make a batch whose loss is the mean negative log-probability of all response tokens."""
     batch = make_batch()
     batch.tokens = batch.tokens.clamp(min=1)  # Hugging Face gives the padding token, 0, no gradient
     batch["correct"] = torch.ones(8, dtype=torch.bool)
@@ -128,15 +131,17 @@ Theirs = Callable[[str, str], list[tuple[dict[str, Any], Any]]]
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    """`theirs(quantity, family)`: of each model of the family a job's arguments, and what Hugging Face gives;
-    once for all layouts."""
+    """Return `theirs(quantity, family)`, which computes and caches Hugging Face's results.
+
+    It returns a job's arguments and the result for each of the family's models, once for all layouts."""
     root = tmp_path_factory.mktemp("theirs")
 
     @functools.cache
     def of(quantity: str, family: str) -> list[tuple[dict[str, Any], Any]]:
-        kind, vocab = "token" if quantity == "values" else None, 307  # which tp does not divide
+        kind, vocab = "token" if quantity == "values" else None, 307  # tp does not divide it
         prompts, responses = sequences(vocab)
-        prompts[5] = prompts[5] * 9  # several chunks of the delta rule, and more than a pack may hold
+        # several chunks of the delta rule, and more than the tokens of a micro-batch
+        prompts[5] = prompts[5] * 9
         found = []
         for number, options in enumerate(ROWS[family].models):
             folder = root / f"{quantity} of {family} {number}"
@@ -160,7 +165,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
 @pytest.mark.shows("log-probs")
 @over_families("log-probs")
 def test_logprobs_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, ranks: Ranks) -> None:
-    # Megatron has no experts under tensor parallelism without sequence parallelism.
+    # Megatron's experts require sequence parallelism under tensor parallelism.
     either = layout[0] > 1 and not FAMILIES[family].is_moe
     for number, (given, (expected, entropy)) in enumerate(theirs("log-probs", family)):
         for sequence_parallel in (None, False) if either else (None,):
@@ -173,7 +178,7 @@ def test_logprobs_equal_hugging_face(family: str, layout: Layout, theirs: Theirs
 @pytest.mark.shows("gradients")
 @over_families("gradients")
 def test_gradients_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, ranks: Ranks) -> None:
-    """And so does the norm that clips them. A router's bias has none."""
+    """The norm for clipping matches too. A router's bias has no gradient."""
     options: dict[str, Any] = {"nll_weight": 1.0, "budget": 34}
     if layout[0] > 1 and not FAMILIES[family].is_moe:
         options["sequence_parallel"] = layout[1] > 1
@@ -212,7 +217,7 @@ def test_values_equal_hugging_face(family: str, layout: Layout, theirs: Theirs, 
 def test_a_checkpoint_of_one_layout_is_read_at_another(
     family: str, which: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Weights, biases of routers and both of Adam's moments, to the bit."""
+    """Weights, router biases and both of Adam's moments are bitwise equal."""
     kind = "token" if which == "critic" else None
     arguments: dict[str, Any] = {"folder": tiny(tmp_path / "model", family, vocab=VOCAB, classification=kind)}
     arguments |= {"which": which, "batch": make_batch()}
@@ -220,7 +225,7 @@ def test_a_checkpoint_of_one_layout_is_read_at_another(
         arguments["checkpoint"] = tmp_path / str(written)
         arguments["checkpoint"].mkdir()
         saved = ranks(*written).run(jobs.optimizer_around_a_checkpoint, read=False, **arguments)[0]
-        # All weights and moments are something, but for what nothing trains, and experts that no token chose.
+        # All are nonzero, except what nothing trains and the moments of experts that no token chose.
         nothing = {name for name, tensor in saved.items() if not tensor.any()}
         idle = {name for name in nothing if ".mlp.experts." in name and not name.startswith("weights ")}
         assert len(idle) < len(saved) / 10
@@ -237,7 +242,7 @@ def test_a_checkpoint_of_one_layout_is_read_at_another(
 def test_values_of_a_sequence_classifier_equal_hugging_face(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """It scores the last token of what it is given: the state in which the last response token was chosen."""
+    """It scores the last token of its input: the state in which the last response token was chosen."""
     prompts, responses = sequences(101)
     folder = tiny(tmp_path, "qwen3", vocab=101, classification="sequence")
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -258,7 +263,7 @@ def test_values_of_a_sequence_classifier_equal_hugging_face(
 def test_a_reward_models_scores_equal_hugging_face(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Of whole responses, packed, in the order of the batch whichever replica has scored them."""
+    """Packed full responses are scored in the order of the batch, whichever replica scores them."""
     prompts, responses = sequences(101)
     prompts, responses = prompts[:4] * 2, responses[:4] + responses[:4][::-1]
     for family in ("qwen3", "llama"):
@@ -278,8 +283,9 @@ def test_a_reward_models_scores_equal_hugging_face(
 
 
 def two_turns(vocab: int) -> TrainBatch:
-    """Responses of two turns with an observation between, one of them of one turn; the first turn is
-    rewarded, too."""
+    """Make responses of two turns with an observation between, and one of a single turn.
+
+    The first of two turns is rewarded, too."""
     g = torch.Generator().manual_seed(8)
     sizes = [(3, 4, 5, 6), (6, 1, 2, 1), (2, 9, 0, 0), (4, 2, 7, 3)]  # prompt, turn, observation, turn
     # Hugging Face gives the padding token, 0, no gradient.
@@ -304,8 +310,9 @@ def two_turns(vocab: int) -> TrainBatch:
 def test_two_turns_are_learned_from_as_hugging_face_would(
     layout: tuple[int, int, int], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Values, advantages, returns, losses and gradients: the models in float64 over whole sequences, the
-    formulas over the policy's tokens, one by one."""
+    """Values, advantages, returns, losses and gradients match a float64 reference.
+
+    The reference runs the models over full sequences and the formulas over one policy token at a time."""
     vocab, gamma, lam, mu = 61, 0.97, 0.9, 0.1
     folder = make_tiny_model(tmp_path / "actor", "qwen3", vocab=vocab, layers=2, tied=True)
     critic_folder = make_tiny_model(
@@ -364,7 +371,7 @@ def test_two_turns_are_learned_from_as_hugging_face_would(
             )[0]
             for name in names:
                 assert found["sums"][name] == pytest.approx(float(losses[name]), rel=1e-5, abs=1e-7), name
-            # The critic's head has no bias with us.
+            # Megarl's critic head has no bias.
             theirs = {name: p.grad for name, p in model.named_parameters() if name != "score.bias"}
             assert theirs.keys() <= found["gradients"].keys()
             norm = torch.cat([x.flatten() for x in theirs.values()]).norm()

@@ -1,6 +1,7 @@
-"""What Qwen3.5 alone has, whose gated delta nets have states: sequences know nothing of each other; and the
-language model of a published folder. (Its row in tests/families.py: log-probabilities, gradients, values,
-checkpoints.)"""
+"""Features that only Qwen3.5 has: sequences do not share the states of its gated delta nets.
+
+Also the language model of a published folder. Its row in tests/families.py covers log-probabilities,
+gradients, values and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ Ranks = Callable[..., RankPool]
 def test_no_state_of_one_response_reaches_another(
     layout: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Of sequences in one pack, some of which share a padded row's bucket, one after the other is changed:
-    the log-probabilities of the others stay the same to the bit, and its own change."""
+    """Changing one sequence of a micro-batch changes only its log-probabilities; others are bitwise equal.
+
+    Some sequences share a bucket, in which shorter rows are padded."""
     folder = tiny(tmp_path, "qwen3_5_text", vocab=101, **ROWS["qwen3_5_text"].models[0])
     prompts, responses = sequences(101)
     pool, ends = ranks(*layout), torch.tensor([0, *map(len, responses)]).cumsum(0)
@@ -54,7 +56,7 @@ def test_no_state_of_one_response_reaches_another(
 
 
 def take_language_model(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what docs/families.md says to do with a published folder."""
+    """Run the program of docs/families.md on a published folder."""
     page = (Path(__file__).parents[2] / "docs/families.md").read_text()
     program = dedent(page.partition("Qwen3.5-9B-text <<'EOF'\n")[2].partition("  EOF\n")[0])
     monkeypatch.setattr(sys, "argv", ["-", str(source), str(out)])
@@ -63,7 +65,7 @@ def take_language_model(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What docs/families.md says to do with one makes a folder that can be trained, bit for bit."""
+    """The program of docs/families.md makes a trainable folder with bitwise the published weights."""
     source, out = tmp_path / "published", tmp_path / "text"
     text = read_config(tiny(tmp_path / "tiny", "qwen3_5_text", vocab=307, tied=True))
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}

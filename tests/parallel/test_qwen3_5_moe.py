@@ -1,5 +1,6 @@
-"""What Qwen3.5's mixtures and Qwen3-Next alone have: the folders that are published. (Their rows in
-tests/families.py: log-probabilities, gradients, values, checkpoints.)"""
+"""Published folders of Qwen3.5's mixtures and Qwen3-Next.
+
+Their rows in tests/families.py cover log-probabilities, gradients, values and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from tests.weights.folders import folder_tensors
 
 
 def test_the_language_model_of_a_published_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Published folders have all experts of a layer in two tensors. What docs/families.md says to do with one
-    keeps these, and makes a folder that can be trained and converted, bit for bit."""
+    """The program of docs/families.md makes a folder that can be trained and converted, bitwise.
+
+    Published folders have all experts of a layer in two tensors, which it keeps."""
     source, out = tmp_path / "published", tmp_path / "text"
     text = read_config(tiny(tmp_path / "tiny", "qwen3_5_moe_text", vocab=307))
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -72,7 +74,7 @@ def test_stacked_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
-    """As transformers leaves them out, whose published Qwen3-Next has them beside the model."""
+    """Conversion skips the multi-token prediction layers of Qwen3-Next folders, as transformers does."""
     folder = tiny(tmp_path / "model", "qwen3_next", vocab=101)
     tensors = load_file(folder / "model.safetensors")
     more = {

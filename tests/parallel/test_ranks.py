@@ -1,4 +1,4 @@
-"""The ranks that tests share (tests/ranks.py) end with the tests."""
+"""The shared ranks of tests (tests/ranks.py) end with the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def own(runtime: Any) -> tuple[int, int]:
-    """The ids of this rank and of the process that it was forked from."""
+    """Return the process ids of this rank and of its parent."""
     return os.getpid(), os.getppid()
 
 
@@ -30,8 +30,9 @@ def say_and_be_killed() -> None:
 
 @pytest.mark.slow
 def test_none_is_left_where_the_tests_are_killed() -> None:
-    """As Ctrl-C kills pytest-xdist's processes: stopped ranks and the process that they are forked from do
-    not wait for each other."""
+    """Stopped ranks and their parent do not wait for each other.
+
+    Ctrl-C kills pytest-xdist's processes in this way."""
     code = "from tests.parallel.test_ranks import say_and_be_killed; say_and_be_killed()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:

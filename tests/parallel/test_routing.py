@@ -1,5 +1,7 @@
-"""Routing replay: the engine's choice of experts in the trainer's routers, against Hugging Face's model that
-is made to choose the same; what is counted of it; and that both sides' log-probabilities come together."""
+"""Routing replay: the trainer's routers use the engine's choice of experts.
+
+The reference is Hugging Face's model, made to choose the same experts. Also tested are the routers' counts,
+and that the engine's and the trainer's log-probabilities get closer."""
 
 from __future__ import annotations
 
@@ -33,8 +35,7 @@ VIRTUAL = (2, 2, 1, 2, 1, 2)  # tp, pp, dp, ep, cp, vpp
 def random_routing(
     prompts: list[list[int]], responses: list[list[int]], layers: int = LAYERS
 ) -> torch.Tensor:
-    """Experts that no router would choose, none for the last token of each sequence, uint8 [T, layers,
-    topk]."""
+    """Choose random experts, uint8 [T, layers, topk], and none for the last token of each sequence."""
     generator = torch.Generator().manual_seed(3)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     chosen = torch.rand(sum(lengths), layers, EXPERTS, generator=generator).argsort(-1)[..., :TOPK]
@@ -44,7 +45,7 @@ def random_routing(
 
 @contextmanager
 def choosing(model: Any, routing: torch.Tensor, experts_seen: list[torch.Tensor]) -> Iterator[None]:
-    """Hugging Face's routers choose `routing` [tokens, layers, topk], and their own where there is none."""
+    """Make Hugging Face's routers choose `routing`, [tokens, layers, topk], where it has an expert."""
 
     def choose(layer: int) -> Callable[..., Any]:
         def hook(gate: Any, _inputs: Any, output: Any) -> Any:
@@ -125,7 +126,7 @@ def test_gradients_with_replay_do_not_depend_on_layout_and_recomputation(
 def engine_of(
     folder: Path, dtype: torch.dtype, noise: float = 0.0, max_batch: int = 256
 ) -> TransformersEngine:
-    """An engine with the folder's weights, and routers that are off by `noise`."""
+    """Start an engine with the folder's weights and with noise on its routers."""
     engine = TransformersEngine(folder, dtype=dtype, eos_ids=(1,), max_batch=max_batch)
     engine.start()
     generator = torch.Generator().manual_seed(1)
@@ -139,8 +140,9 @@ def engine_of(
 
 
 def test_the_engine_records_what_its_routers_chose(tmp_path: Path) -> None:
-    """Equal prompts that share a prefill, rows that end and make room for others: against one pass of each
-    whole sequence through Hugging Face's model."""
+    """The recorded experts match Hugging Face's choices in one pass over each full sequence.
+
+    Equal prompts share a prefill, and finished rows make room for others."""
     folder = mixture(tmp_path / "model", vocab=61)
     engine = engine_of(folder, torch.float32, max_batch=4)
     prompts = [(5, 6, 7), (9,) * 11, (5, 6, 7), (20, 21), (5, 6, 7), (9,) * 11, (30, 31, 32, 33, 34)]
@@ -193,7 +195,7 @@ def test_the_mismatch_falls_with_replay(
 
 
 def test_loads_as_metrics() -> None:
-    """Against the definitions, written out."""
+    """The reference is the definitions, written out."""
     counts = torch.tensor([[6, 2, 0, 0, 4, 1], [2, 2, 2, 2, 4, 2]], dtype=torch.float64)
     metrics = routing_metrics(counts, topk=2)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)

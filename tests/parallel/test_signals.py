@@ -1,4 +1,4 @@
-"""A wish to leave is noted, by signal or by the clock, and nothing else happens."""
+"""Requests to stop, by a signal or a time limit, are only recorded."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(END_TIME, str(int(time.time()) + 1000))  # as Slurm sets it
     assert not StopRequest([], margin=100).should_stop(600)
     assert StopRequest([], margin=100).should_stop(1200)
-    assert not StopRequest([], limit=5000).should_stop(1200)  # the configuration's comes first
+    assert not StopRequest([], limit=5000).should_stop(1200)  # the configured limit comes first
     monkeypatch.setenv(END_TIME, "never")
     assert not StopRequest([]).should_stop(1e9)
 
 
 def tell_the_launcher_and_be_lost() -> int:
-    """As a rank: end with an exit code that counts as lost once the launcher has passed SIGTERM on."""
+    """Exit as a lost rank, once the launcher has passed SIGTERM on to this rank."""
     told: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
     os.kill(os.getppid(), signal.SIGTERM)
@@ -64,7 +64,7 @@ def launch_and_be_told(folder: Path) -> tuple[int, str | None]:
 
 
 def test_who_launches_knows_that_it_was_told_to_stop_though_a_rank_was_lost(tmp_path: Path) -> None:
-    """A lost rank's exit code alone would have the ranks started anew."""
+    """A lost rank's exit code alone would restart the ranks."""
     assert in_a_fork(launch_and_be_told, tmp_path) == (LOST[0], "stopped by SIGTERM")
 
 
@@ -85,7 +85,9 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The rank is the first with an engine: what all those meet is said by none of the trainers."""
+    """The rank is the first with an engine, which reports an error of all engines.
+
+    Trainers may not get that error."""
     left: list[bool] = []
     at_exit: list[int] = []
 
@@ -116,7 +118,7 @@ def test_only_a_rank_that_fails_alone_leaves_without_the_others(
 
 def test_a_rank_that_kept_its_groups_ends_with_its_code_before_pythons_end() -> None:
     if (child := os.fork()) == 0:
-        atexit.register(os._exit, 3)  # as torch's end, which might wait
+        atexit.register(os._exit, 3)  # like torch's exit handler, which might wait
         atexit.register(ranks._leave, 7)
         atexit._run_exitfuncs()
         os._exit(4)

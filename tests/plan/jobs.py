@@ -1,4 +1,4 @@
-"""What ranks measure for the planner's tests."""
+"""Jobs with which ranks measure for the planner's tests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-PACK, LENGTH = 8, 64  # sequences of a micro-batch, and their tokens
-# A model in which every other layer has linear attention.
+PACK, LENGTH = 8, 64  # sequences of a micro-batch, and tokens of each
+# Every other layer of this model has linear attention.
 LINEAR: dict[str, Any] = {"family": "qwen3_5_text", "full_attention_interval": 2, "linear_key_head_dim": 32}
 LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_value_head_dim": 32}
 
 
 def hf_of(family: str, **keys: Any) -> Any:
-    """A Hugging Face configuration."""
+    """Make a Hugging Face configuration."""
     return ROWS[family].config(
         **{**SIZES, "max_position_embeddings": 512, "tie_word_embeddings": False, **keys}
     )
@@ -84,7 +84,7 @@ def plan_for(
     optimizer: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> PlanInputs:
-    """The plan of a run of such models."""
+    """Plan a run with models of these sizes."""
     tp, pp, dp, ep, cp = (*layout, 1)[:5]
     described = hf_of(family, **keys).to_dict()
     return make_plan_inputs(
@@ -95,7 +95,7 @@ def plan_for(
 def learner_of(
     runtime: Runtime, family: str, dtype: str, critic: bool, recompute: str = "none", **keys: Any
 ) -> tuple[Any, TrainableModel]:
-    """A model with random weights, and its optimizer."""
+    """Build a model with random weights, and its optimizer."""
     optimizer, sequence_parallel = keys.pop("optimizer", None), keys.pop("sequence_parallel", None)
     layers, parallel = keys.pop("recompute_layers", None), ParallelConfig(**keys.pop("parallel", {}))
     modules = keys.pop("recompute_modules", ("attention",))
@@ -113,8 +113,9 @@ def learner_of(
 def group_sizes(
     runtime: Runtime, out: Path, family: str, dtype: str, critic: bool = False, **keys: Any
 ) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer on this rank after a step, by their storages, and
-    of the checkpoint that it writes."""
+    """Run a step and return the bytes of weights, gradients and optimizer on this rank, by storage.
+
+    `written` is the number of bytes that this rank writes to a checkpoint."""
     _, learner = learner_of(runtime, family, dtype, critic, **keys)
     learner.update(
         batches(learner, 1, LENGTH), lambda output, _: ((output if critic else output[0]).sum(), {})
@@ -160,12 +161,12 @@ def largest_bucket(runtime: Runtime, **keys: Any) -> int:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of the storages behind tensors."""
+    """Map address to bytes of the storages behind tensors."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
 def batches(learner: TrainableModel, count: int, tokens: int = PACK * LENGTH) -> list[Any]:
-    """`count` micro-batches of `tokens` tokens, of sequences of LENGTH tokens."""
+    """Make `count` micro-batches of `tokens` tokens, from sequences of LENGTH tokens."""
     rows = tokens // LENGTH * count
     batch = TrainBatch.build([[1, 2]] * rows, [[3] * (LENGTH - 2)] * rows)
     return make_micro_batches(batch, range(rows), tokens, learner.model)
@@ -186,7 +187,7 @@ def measure(
     def loss(output: Any, _: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return (output if critic else output[0]).sum(), {}
 
-    learner.compute_gradients(made, loss)  # once, for what is made only once
+    learner.compute_gradients(made, loss)  # first run: allocations that happen once
     with LiveMemory() as memory:
         learner.compute_gradients(made, loss)
     layout = runtime.layout
@@ -213,8 +214,10 @@ def measure(
 
 
 def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length: int) -> int:
-    """Return the bytes of a step's batch on this rank, with all columns of VAPO's phases: what its engine has
-    drawn, as bodies and packed, what it knows of the whole, and its replica's share, delivered."""
+    """Return the bytes of a step's batch on this rank, with all columns that VAPO's phases write.
+
+    They are the responses that its engine sampled, as samples and packed, the metadata of the full batch,
+    and the delivered share of its replica."""
     tokens, logprobs = np.full(length, 7, dtype=np.int32), np.zeros(length, dtype=np.float32)
     graded: dict[str, Any] = {"finish_reason": "stop", "correct": True, "extracted": None, "error": None}
     graded |= {"reward": 1.0, "overlong_penalty": 0.0}
@@ -245,8 +248,9 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
 
 
 def long_sequence(runtime: Runtime, length: int) -> tuple[int, float, float]:
-    """Return this rank's tokens of one sequence of `length`, the most MiB alive in an update with it, and the
-    gradient's norm."""
+    """Update with one sequence of `length` tokens.
+
+    Returns this rank's tokens of it, the peak of MiB alive, and the gradient's norm."""
     narrow = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     keys = {**narrow, **heads, "max_position_embeddings": length}

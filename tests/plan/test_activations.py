@@ -1,4 +1,4 @@
-"""Activations of portable layers: the prediction against the most that was alive in a real update."""
+"""Predicted activations of portable layers, compared with the peak of live memory in a real update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES: list[Any] = [
     pytest.param({**LINEAR, "dtype": "bf16"}, marks=pytest.mark.slow),
     {**LINEAR, "family": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
-    pytest.param(  # the head is most of it
+    pytest.param(  # the head dominates
         {"num_hidden_layers": 1, "vocab_size": 4096}, marks=pytest.mark.slow
     ),
     {"num_hidden_layers": 1, "vocab_size": 4096, "optimizer": {"lora": {"rank": 1}}},
@@ -70,7 +70,7 @@ def test_prediction_under_tensor_parallelism(ranks: Callable[..., RankPool], cas
     ids=str,
 )
 def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
-    """The first stage has begun two micro-batches when it goes back through the first."""
+    """The first stage has two micro-batches in flight at its first backward pass."""
     check(ranks(1, 2, 1), {**case, "micro_batches": 3})
 
 
@@ -81,8 +81,9 @@ def test_prediction_under_pipeline_parallelism(ranks: Callable[..., RankPool], c
 )
 @pytest.mark.slow
 def test_prediction_with_virtual_stages(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
-    """The first of two stages has begun 5 chunks, half a stage each, when it goes back through the first:
-    1 + (pp - 1) / (pp * vpp) = 1.25 times the 2 micro-batches without virtual stages."""
+    """The first of two stages has 5 chunks of half a stage in flight at its first backward pass.
+
+    That is 1 + (pp - 1) / (pp * vpp) = 1.25 times the 2 micro-batches without virtual stages."""
     check(ranks(1, 2, 1, 1, 1, 2), {**case, "micro_batches": 4})
 
 
@@ -97,7 +98,7 @@ def test_prediction_with_virtual_stages(ranks: Callable[..., RankPool], case: di
     ids=str,
 )
 def test_context_parallelism_divides_them(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
-    """A rank keeps its part of each sequence, of the gathered keys and values nothing."""
+    """A rank keeps its part of each sequence, and none of the gathered keys and values."""
     [(alone, _)] = ranks(1, 1, 1).run(measure, **case)
     for measured, _ in check(ranks(1, 1, 1, 1, 2), case):
         assert measured <= 0.55 * alone, f"{measured / alone:.3f} of one rank's"
@@ -109,7 +110,7 @@ def test_prediction_over_four_context_parallel_ranks(ranks: Callable[..., RankPo
 
 
 def check(pool: RankPool, case: dict[str, Any]) -> list[Any]:
-    """Compare the two numbers of bytes of every rank, and return them."""
+    """Compare measured and predicted bytes of every rank, and return them."""
     found = pool.run(measure, **case)
     for measured, predicted in found:
         assert abs(predicted / measured - 1) < TOLERANCE, (
@@ -145,5 +146,5 @@ LATENT |= {
     ids=str,
 )
 def test_prediction_of_latent_attention(ranks: Callable[..., RankPool], case: dict[str, Any]) -> None:
-    """Three dense layers and a small mixture."""
+    """The model has three dense layers and a small mixture of experts."""
     check(ranks(1, 1, 1), {"q_lora_rank": 96, **LATENT, **case})

@@ -1,5 +1,6 @@
-"""docs/planning.md and docs/evidence/planning.md show what the command prints. `python
-tests/plan/test_docs.py` writes both."""
+"""docs/planning.md and docs/evidence/planning.md show the command's output.
+
+`python tests/plan/test_docs.py` writes both."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SHOWN = re.compile(r"(```bash\nmegarl (plan .*)\n```\n(?:(?!```).*\n)*?```text\n
 
 
 def printed(command: str) -> str:
-    """Of a plan that fits, all of it; else the last line of the errors."""
+    """Return the output of a plan that fits, else the errors."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(shlex.split(command))
@@ -43,7 +44,7 @@ def test_the_page_shows_what_is_printed() -> None:
 
 
 def test_what_adapters_fit_on_one_card() -> None:
-    """The table of docs/lora.md is what the command above it plans."""
+    """The table of docs/lora.md matches the plan of the command above it."""
     page = (ROOT / "docs" / "lora.md").read_text()
     words = shlex.split(re.findall(r"^megarl (plan .*)$", page, re.MULTILINE)[0])
     overrides = [word for word in words if "=" in word and "lora" not in word]
@@ -92,8 +93,10 @@ def test_all_layouts_are_listed_on_demand(
     ],
 )
 def test_no_torch_is_needed_and_the_work_is_little(options: str) -> None:
-    """Importing torch and Megatron takes longer than the plan. Counted in calls of functions, as many on any
-    machine: six million take two to four seconds. (Without the schema's import, which takes 0.2 s.)"""
+    """A plan takes less than six million function calls, which take two to four seconds.
+
+    Calls are the same on any machine. Importing torch and Megatron would take longer than the plan. The
+    schema's import, 0.2 s, is not counted."""
     import subprocess
     import sys
 

@@ -1,5 +1,6 @@
-"""Episodes in the planner: an engine's time against a loop that goes token by token, what is prefilled
-against a sum over turns, and what follows for tokens and memory."""
+"""Episodes in the planner: engine time, prefilled tokens, and the tokens and memory of a step.
+
+The references are a token-by-token loop and a sum over turns."""
 
 from __future__ import annotations
 
@@ -39,15 +40,17 @@ def plan(*changes: str):
 
 
 def by_the_token(each: int, at_once: int, lengths: Lengths, parts: int = 100) -> float:
-    """Seconds of an engine by a clock that goes on by 1 / `parts` of a token, a step's pace being that of
-    what is in it: turns of whole numbers of such parts, and tools that wait on the clock."""
+    """Simulate an engine's seconds with a clock that advances by 1 / `parts` of a token.
+
+    The running requests determine a step's duration. Turns are multiples of these parts, and tools wait on
+    the clock."""
     mean = (fmean(lengths.quantiles) + lengths.all_observed) / 2 + lengths.prompt
     quantiles = lengths.quantiles
     waiting = [
         [quantiles[(i * 37) % len(quantiles)] / lengths.turns, lengths.turns] for i in range(each)
-    ]  # tokens a turn, turns that are left
-    running: list[list[float]] = []  # tokens that are left of the turn, and both
-    called: list[list[float]] = []  # when it is back, and both
+    ]  # tokens per turn, turns left
+    running: list[list[float]] = []  # tokens left of the turn, and both of the above
+    called: list[list[float]] = []  # time of return, and both of the above
     clock = 0.0
     while waiting or running or called:
         back = sorted(one for one in called if one[0] <= clock + 1e-12)
@@ -84,8 +87,9 @@ def test_turns_by_the_token(each: int, at_once: int, turns: int, idle: float) ->
 
 
 def test_one_response_waits_and_many_do_not() -> None:
-    """Alone it takes its tools' time besides; where others take the seat of one that waits, tools cost
-    nothing but for the last."""
+    """A single response takes its tools' time in addition.
+
+    If other responses use the free slot of one that waits, only the last tool call costs time."""
     one = Lengths(24.0, 60, 10, turns=5, observed=5.0)
     slow = replace(one, idle=0.5)
     assert _decode_seconds(COSTS, 1, 1, slow) - _decode_seconds(COSTS, 1, 1, one) == pytest.approx(4 * 0.5)
@@ -96,7 +100,7 @@ def test_one_response_waits_and_many_do_not() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(1, 50), st.integers(0, 50))
 def test_what_is_prefilled(turns: int, prompt: int, written: int, observed: int) -> None:
-    """A list that grows by what each turn brings: all of it again, or what is new."""
+    """The reference is a loop over turns, with all tokens prefilled again or only the new ones."""
     lengths = Lengths(written * turns, 10**6, prompt, turns=turns, observed=observed)
     context, again, new = prompt, prompt, prompt
     for _ in range(turns - 1):
@@ -120,8 +124,7 @@ def test_episodes_of_one_turn_are_as_before() -> None:
 
 
 def test_a_step_of_episodes() -> None:
-    """Its sequences are as long as what is written and shown, its memory holds the longest that may come, and
-    a tool's time is in the rollout alone."""
+    """Sequences include observations, memory fits the longest, and tool time adds to the rollout only."""
     one, made = plan("rollout.max_response_tokens=4096"), plan(*EPISODE)
     assert made.longest - one.longest == 12288 - 4096
     lengths = default_lengths(made)

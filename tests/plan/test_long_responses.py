@@ -1,6 +1,7 @@
-"""Why a step of long responses makes fewer tokens a second than a published one of short ones: the planner's
-own estimates, one thing changed at a time. `python tests/plan/test_long_responses.py` prints the tables,
-which docs/evidence/planning.md shows."""
+"""Why steps of long responses make fewer tokens per second than published ones of short responses.
+
+The tables list the planner's estimates with one change at a time.
+`python tests/plan/test_long_responses.py` prints them as in docs/evidence/planning.md."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ LONG = Lengths(20480 / 3, 20480, 512)
 
 
 def plan_with(base: Path, changes: list[str], model: str, layout: Mapping[str, int]) -> PlanInputs:
-    """As tests/plan/test_published.py: the layout is not checked."""
+    """Make a plan as tests/plan/test_published.py does, without checking the layout."""
     config = load_config(base, changes)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=layout)})
     shape = Shape(KNOWN_MODELS[model], config.model.dtype)
@@ -31,7 +32,7 @@ def plan_with(base: Path, changes: list[str], model: str, layout: Mapping[str, i
 
 
 def steps() -> Iterator[tuple[str, PlanInputs, Lengths]]:
-    """Yield from NeMo-RL's run to configs/vapo_32b.yaml, each with all changes before it."""
+    """Yield plans from NeMo-RL's run to configs/vapo_32b.yaml, each with all previous changes."""
     row = next(row for row in TABLE["rows"] if row["name"] == "Qwen3-32B on 32 H100")
     source = TABLE["sources"][row["source"]]
     short = Lengths(row["length"], 3984, source["prompt"])
@@ -64,7 +65,7 @@ def steps() -> Iterator[tuple[str, PlanInputs, Lengths]]:
 
 
 def row(name: str, plan: PlanInputs, made: Estimate) -> str:
-    """A row of the table: tokens a second of each GPU, and what a token costs a GPU in milliseconds."""
+    """Make a row of the table: tokens per second and GPU, and a token's cost in milliseconds of a GPU."""
     parts, cost = made.parts, 1000 * plan.layout.world / made.tokens
     updates = sum(seconds for phase, seconds in parts.items() if phase.endswith("_update"))
     rollout = parts["rollout"]
@@ -79,8 +80,9 @@ HEAD = (
 
 
 def changed() -> Iterator[tuple[str, PlanInputs, Estimate]]:
-    """Yield configs/vapo_32b.yaml, and with one thing changed: what the model of time counts, then what a run
-    could do."""
+    """Yield configs/vapo_32b.yaml, and plans with one change each.
+
+    First come parts that the time model counts, then changes that a run could make."""
     plan = plan_with(VAPO, [], "Qwen2.5-32B", {})
     yield "`configs/vapo_32b.yaml`", plan, estimate(plan, LONG)
     seconds, costs = times._token_seconds, times.make_decode_cost
@@ -111,7 +113,7 @@ def changed() -> Iterator[tuple[str, PlanInputs, Estimate]]:
 
 
 def tables() -> tuple[str, str]:
-    """The tables of docs/evidence/planning.md."""
+    """Return the tables of docs/evidence/planning.md."""
     walk = [row(name, plan, estimate(plan, lengths)) for name, plan, lengths in steps()]
     alone = [row(name, plan, made) for name, plan, made in changed()]
     heads = HEAD.format("each with all above it"), HEAD.format("one thing changed")

@@ -1,5 +1,4 @@
-"""The plan of a run on a machine without a GPU: against the memory of a real run, and refused where it is too
-much."""
+"""The plan of a run on a machine without a GPU: it matches a real run's memory or is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ HALF_B = KNOWN_MODELS["Qwen2.5-0.5B"]
             },
             GIB,
         ),
-        (  # version 1 writes no limit as a number beyond any machine
+        (  # version 1 writes "no limit" as a number larger than any machine's memory
             {
                 "proc/self/cgroup": "2:memory:/job\n",
                 "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
@@ -69,8 +68,9 @@ def half_b(*changes: str) -> PlanInputs:
 
 
 def test_a_run_that_the_kernel_ended_is_refused() -> None:
-    """VAPO with 0.5 B parameters on two ranks and 24 GB: it was killed in its first checkpoint, and without
-    checkpoints in step 2."""
+    """VAPO with 0.5 B parameters on two ranks and 24 GB is refused, or without checkpoints warned about.
+
+    The kernel killed such a run in its first checkpoint, and without checkpoints in step 2."""
     plan, memory = half_b(), 24e9
     problem = find_cpu_problem(plan, memory)
     assert problem is not None and re.search(
@@ -95,7 +95,7 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
     assert busy and re.search(
         r"may need up to [\d.]+ GiB .* and 9.0 of this machine's 93.1 are free now", busy
     )
-    # By hand: Adam's two moments, a weight and a gradient of four bytes for each parameter of both models.
+    # By hand: two Adam moments, a weight and a gradient of four bytes for each parameter of both models.
     trained = sum(
         shape.count_params(plan.layout, 0, critic=critic).all * 2
         for shape, critic in ((plan.actor, False), (plan.critic, True))
@@ -107,7 +107,7 @@ def test_a_run_that_the_kernel_ended_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's task, and a model of 25 million parameters with its tokenizer."""
+    """Write the demo's task, and a model of 25 million parameters with its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megarl_tasks.arithmetic import write_demo
@@ -133,7 +133,7 @@ def settings(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
-    """The most that launcher and ranks have at once, shared pages counted once."""
+    """The peak of launcher and ranks together, counting shared pages once, is within a factor of 1.5."""
     command = [sys.executable, "-m", "megarl", "train", "configs/demos/vapo.yaml", *settings(folder)]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     most, limit = 0, time.monotonic() + 400
@@ -142,7 +142,7 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
         try:
             for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
                 used += process.memory_full_info().pss
-        except psutil.Error:  # one has just ended
+        except psutil.Error:  # a process has just ended
             continue
         most = max(most, used)
         time.sleep(0.3)
@@ -157,7 +157,7 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
 
 
 def test_the_refusal_is_the_last_line_of_a_pipe() -> None:
-    """Behind the whole plan and an empty line, though a pipe would buffer the plan and not the refusal."""
+    """It follows the full plan and an empty line, although a pipe buffers the plan and not the refusal."""
     too_large = ["parallel.tp=1", "parallel.pp=1", "parallel.dp=128"]
     done = subprocess.run(
         [sys.executable, "-m", "megarl", "plan", "configs/vapo_32b.yaml", *too_large],
@@ -178,7 +178,7 @@ def test_the_refusal_is_the_last_line_of_a_pipe() -> None:
 def test_train_and_plan_refuse_in_the_same_words(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, before a rank starts or the folder of the run is made."""
+    """Both refuse in one line, before ranks start or the run's folder is created."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("megarl.schedule.preflight.measure_usable_memory", lambda: GIB // 2)
     monkeypatch.setattr("megarl.parallel.machine.measure_usable_memory", lambda: GIB // 2)

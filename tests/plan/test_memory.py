@@ -1,4 +1,4 @@
-"""The plan of parameters, gradients, optimizer and checkpoints, against real tensors and files."""
+"""The plan of parameters, gradients, optimizer and checkpoints, compared with real tensors and files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LAYOUTS: list[tuple[int, ...]] = [  # tp, pp, dp, ep, cp
     (2, 1, 2, 1),
     (1, 1, 1, 1, 2),
 ]
-# more layers on a GPU than the configuration has
+# more layers on each GPU than the configuration sets
 SMALL = [
     "parallel.tp=4",
     "parallel.pp=1",
@@ -115,10 +115,12 @@ def name(case: dict[str, Any]) -> str:
 def test_tensor_groups_are_as_large_as_planned(
     ranks: Callable[..., RankPool], tmp_path: Path, layout: tuple[int, ...], case: dict[str, Any]
 ) -> None:
-    """On every rank; Adam's moments exist, as there has been a step. The checkpoint is on disk."""
+    """Planned group sizes match measured ones within 1 % on every rank, the checkpoint within 2 %.
+
+    The groups include Adam's moments, since one step has run."""
     plan = plan_for(layout, **case)
     model = "critic" if case.get("critic") else "actor"
-    written: dict[tuple[int, int], list[int]] = {}  # by the replicas of each shard
+    written: dict[tuple[int, int], list[int]] = {}  # bytes by (stage, tp rank), one for each replica
     for rank, found in enumerate(ranks(*layout).run(group_sizes, out=tmp_path / "checkpoint", **case)):
         stage = plan.layout.coords(rank).pp
         written.setdefault((stage, plan.layout.coords(rank).tp), []).append(found.pop("written"))
@@ -128,17 +130,18 @@ def test_tensor_groups_are_as_large_as_planned(
                 f"rank {rank}: {part}: planned {planned:,.0f}, there are {measured:,.0f} bytes"
             )
     on_disk = sum(file.stat().st_size for file in (tmp_path / "checkpoint").rglob("*.distcp"))
-    torch.save(torch.zeros(0), empty := io.BytesIO())  # what stands around each tensor there
+    # an empty tensor measures the overhead of each tensor in the file
+    torch.save(torch.zeros(0), empty := io.BytesIO())
     parts = FileSystemReader(tmp_path / "checkpoint").read_metadata().storage_data
     on_disk -= len(parts) * len(empty.getvalue())
     assert all(max(shares) < 1.1 * min(shares) for shares in written.values()), "replicas write alike"
     planned = checkpoint_bytes(plan) - other_checkpoint(plan, model)
-    # 1 % of a file's own
+    # 1 % allows for the file's other contents
     assert abs(planned / on_disk - 1) < 0.02, f"planned {planned:,.0f}, there are {on_disk:,.0f} bytes"
 
 
 def other_checkpoint(plan: PlanInputs, model: str) -> float:
-    """The part of the other one of actor and critic."""
+    """Return the checkpoint bytes of the other model: of the critic for the actor, and vice versa."""
     alone = plan.config.model_copy(
         update={"algorithm": plan.config.algorithm.model_copy(update={"advantage": "group"})}
     )
@@ -150,7 +153,7 @@ LATENT = {"num_key_value_heads": 8, "head_dim": 64, "n_group": 1, "topk_group": 
 
 
 def test_dense_layers_before_mixtures_keep_what_dense_layers_keep() -> None:
-    """GLM-4.5-Air's first layer is, to activations, one of a dense model of the same sizes."""
+    """GLM-4.5-Air's dense layer keeps the same activations as a layer of a dense model of its sizes."""
     config = {**KNOWN_MODELS["GLM-4.5-Air"], "num_hidden_layers": 4}
     for recompute in ("none", "full", "selective"):
         passes = Passes(tp=2, chunk=256, layers="te", recompute=recompute, sequence_parallel=True)
@@ -192,7 +195,7 @@ def test_experts_are_as_large_as_planned(
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_parameters_of_public_models(name: str) -> None:
-    """Against the count of the tensors' own shapes."""
+    """The parameter count equals the sum over the tensors' shapes."""
     from math import prod
 
     from megarl.plan.sizes import Shape
@@ -204,7 +207,7 @@ def test_parameters_of_public_models(name: str) -> None:
 
 
 def test_a_reward_model_is_planned(tmp_path: Path) -> None:
-    """It takes the memory of a critic's weights, in a phase of its own, and time; a small one takes less."""
+    """A reward model adds a phase with the weights and time of a critic; a smaller one takes less."""
     with_one = plan_32b("reward.model.path=/no/such/folder")
     without = plan_32b()
     for stage in range(with_one.layout.pp):
@@ -227,7 +230,7 @@ def test_a_reward_model_is_planned(tmp_path: Path) -> None:
 
 
 def test_a_critic_of_its_own_size_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the config.json of its folder, wherever a plan is made: by the command, and for a node's needs."""
+    """The critic's size comes from the config.json of its folder, in `plan` and in a node's needs."""
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-1.5B"]))
     path, actor = ROOT / "configs/vapo_7b.yaml", KNOWN_MODELS["Qwen2.5-7B"]
     configs = [load_config(path, [f"critic.path={critic}"]) for critic in ("/no/such/folder", tmp_path)]
@@ -248,7 +251,7 @@ def test_a_critic_of_its_own_size_is_planned(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_teacher_is_planned(tmp_path: Path) -> None:
-    """It takes the memory of its weights, whatever its size, in a phase of its own, and a policy's pass."""
+    """A teacher adds a phase with memory for its weights, whatever its size, and time of a forward pass."""
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
     layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     alike, smaller = (plan_32b(f"teacher.path={path}", *layout) for path in ("/no/such/folder", tmp_path))
@@ -264,8 +267,9 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
 
 
 def test_several_teachers_are_planned(tmp_path: Path) -> None:
-    """The largest is on the GPU, or all where they stay; all are in host memory, and travel. Likeliest tokens
-    take room in the head, and of the batch."""
+    """The plan counts all teachers on the host and in transfers, but only the largest on the GPU.
+
+    With residency.keep all are on the GPU. The top-k tokens take memory in the head and in the batch."""
     (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen2.5-7B"]))
     layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     both = f"teacher.by_source={{a: {tmp_path}, b: /no/such/folder}}"
@@ -305,8 +309,10 @@ def test_several_teachers_are_planned(tmp_path: Path) -> None:
 
 
 def test_two_critics_are_planned() -> None:
-    """One is on the GPU at a time, or both where they stay; both are in host memory, in checkpoints, and
-    travel. Values take twice their time, updates the same for the tokens, each critic's being half."""
+    """Two critics alternate on the GPU; both count in host memory, checkpoints and transfers.
+
+    With residency.keep both are on the GPU. Values take twice the time. Updates take less than 1.5 times the
+    time, since each critic learns from half of the tokens."""
     keys = "recipe=vapo", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     one, two, kept = (
         plan_32b(*keys, *more)
@@ -333,8 +339,9 @@ def test_two_critics_are_planned() -> None:
 
 
 def test_trainers_without_engines_keep_their_weights_on_the_gpu() -> None:
-    """Beside engines all leaves it for the rollout; where these are on ranks of their own the optimizer
-    alone, for the other phases. Verifiers are beside engines."""
+    """Colocated trainers offload everything for the rollout, disaggregated ones the optimizer alone.
+
+    Verifiers run on the nodes that have engines."""
     layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=4"
     beside, apart, mixed = (
         make_plan_inputs(
@@ -359,8 +366,7 @@ def test_trainers_without_engines_keep_their_weights_on_the_gpu() -> None:
 
 
 def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
-    """A pass as long as that for the old log-probs, room in the head of it and of the update, and of the
-    batch."""
+    """The top-k pass takes as long as the old log-probs' pass; it, the update and the batch need memory."""
     keys = "recipe=dppo", "algorithm.old_logprobs=trainer", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
     binary, apart = (plan_32b(*keys, f"algorithm.dppo.top_k={k}") for k in (0, 20))
     phases = {phase.name: phase for phase in apart.phases}
@@ -377,7 +383,7 @@ def test_likeliest_tokens_of_the_old_policy_are_planned() -> None:
 
 
 def test_a_pass_before_each_update_takes_its_time() -> None:
-    """That by which Clip-Cov selects tokens: of one update, as long as the pass for the old log-probs."""
+    """The pass by which Clip-Cov selects tokens takes, with one update a step, the time of old log-probs."""
     plans = [
         plan_32b("update.mini_batch=8192", f"algorithm.surrogate={name}") for name in ("ppo", "clip_cov")
     ]
@@ -387,8 +393,10 @@ def test_a_pass_before_each_update_takes_its_time() -> None:
 
 
 def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
-    """8 of 128 in each of 48 layers, a byte each: 384 a token, of each rank's replica and in its packs, and
-    of what its engine drew, as it came and to be delivered."""
+    """Routing replay takes 384 bytes a token: 8 of 128 experts in each of 48 layers, a byte each.
+
+    Each rank stores them for its replica's share and again in its micro-batches. It also stores those of
+    the tokens that its engine sampled, as received and once more for delivery."""
     without, with_it = (
         make_plan_inputs(
             load_config(ROOT / "configs/dapo_30b_a3b.yaml", [f"rollout.routing_replay={replay}"]),
@@ -402,8 +410,9 @@ def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 1)], ids=str)
 def test_a_rank_holds_its_share_of_the_batch(ranks: Callable[..., RankPool], layout: tuple[int, ...]) -> None:
-    """And what its engine drew, against the bytes of real bodies and columns; the plan has room for the
-    indices of micro-batches besides."""
+    """Planned bytes of a rank's share and sampled responses are 1 to 1.5 times those of real tensors.
+
+    The excess leaves room for the indices of micro-batches."""
     sizes = {"prompts": 16, "group": 4, "prompt": 4, "length": 400}
     plan, parts = plan_for(layout, "qwen2", "fp32"), {"data": {"max_prompt_tokens": 4}}
     parts["rollout"] = {"prompts": 16, "group_size": 4, "max_response_tokens": 400}
@@ -416,8 +425,9 @@ def test_a_rank_holds_its_share_of_the_batch(ranks: Callable[..., RankPool], lay
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
 def test_what_a_rank_holds_of_the_batch_goes_down_with_the_ranks(tp: int, pp: int, dp: int) -> None:
-    """A replica's share by the replicas, what was drawn by the ranks, facts by nothing; pairs that are given
-    are read whole by all."""
+    """The share of a replica shrinks with dp, sampled tokens with all ranks, metadata with neither.
+
+    Given pairs (SFT) are read in full by every rank."""
     plan, sizes = plan_32b(), {"tp": 2**tp, "pp": 2**pp, "dp": 2**dp}
     one = replace_keys(plan, **{f"parallel__{name}": size for name, size in sizes.items()})
     alone = replace_keys(plan, parallel__tp=1, parallel__pp=1, parallel__dp=1)
@@ -438,7 +448,7 @@ def plan_32b(*overrides: str) -> PlanInputs:
 
 @pytest.mark.parametrize("tp", [1, 4, 8])
 def test_an_engines_weights_are_its_shards(tp: int) -> None:
-    """From the engine's own table; together a little more than the model."""
+    """All shards in the engine's table exceed the model's bytes by less than 0.2 %; FP8 halves them."""
     plan = plan_32b(f"rollout.engine_tp={tp}")
     whole = 2 * plan.actor.parameters
     assert whole <= engine_weight_bytes(plan) * tp < 1.002 * whole
@@ -447,7 +457,7 @@ def test_an_engines_weights_are_its_shards(tp: int) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0: 16 layers and the embedding, by formulas written out anew."""
+    """The plan of Qwen2.5-32B at tp 8, pp 4, dp 4, stage 0 (16 layers and embedding) equals hand formulas."""
     plan = plan_32b("parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "rollout.engine_tp=8")
     layer = (5120 * (5120 + 2 * 1024) + 5120 + 2 * 1024 + 5120 * 5120 + 3 * 5120 * 27648) // 8 + 2 * 5120
     elements = 16 * layer + 152064 // 8 * 5120
@@ -459,9 +469,10 @@ def test_figures_by_hand() -> None:
 
 
 def test_fp8_copies_are_where_the_weights_are() -> None:
-    """By hand, of 32 layers a stage, one of them in bf16: attention's and the MLP's matrices without biases,
-    two bytes on Hopper, one where a product needs no transposed copy. Counted against Transformer Engine's
-    own modules in tests/te/test_training.py."""
+    """FP8 copies match a hand count of 32 layers a stage, one of them in bf16.
+
+    Counted are the matrices of attention and MLP without biases: two bytes a weight on Hopper, one where a
+    product needs no transposed copy. tests/te/test_training.py compares with Transformer Engine's modules."""
     plan = plan_32b("parallel.tp=8", "parallel.pp=2", "parallel.dp=8", "residency.keep=[]")
     layer = (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27648) // 8
     assert fp8_copy_bytes(plan, "actor", 0) == fp8_copy_bytes(plan, "critic", 1) == 2 * 31 * layer
@@ -476,7 +487,7 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     same = ("parallel.tp=8", "parallel.pp=2", "parallel.dp=8")
     for changes, expected in bytes_of.items():
         assert fp8_copy_bytes(plan_32b(*same, *changes.split()), "actor", 0) == expected * 31 * layer, changes
-    # Between the first stage and the last all layers are in FP8.
+    # Stages between the first and the last have all layers in FP8.
     four = plan_32b("parallel.tp=8", "parallel.pp=4", "parallel.dp=4")
     in_fp8 = [fp8_copy_bytes(four, "actor", stage) / (2 * layer) for stage in range(4)]
     assert in_fp8 == [15, 16, 16, 15]
@@ -484,7 +495,7 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
     for need in (need for need in gpu_needs(plan) if need.phase != "construction"):
         of = {name.partition(".")[0] for name in need.parts if name.endswith(".fp8_copies")}
         assert of == {name.partition(".")[0] for name in need.parts if name.endswith(".weights")} - {"engine"}
-    # A pass without gradients makes those of rows alone, unless the others are there since the update.
+    # A pass without gradients makes row-wise copies only, unless the update's copies are still there.
     by_phase = {
         phase.name: phase_need(plan, phase, 0).parts["actor.fp8_copies"]
         for phase in plan.phases
@@ -501,8 +512,9 @@ def test_fp8_copies_are_where_the_weights_are() -> None:
 def test_construction_takes_as_much_as_planned(
     ranks: Callable[..., RankPool], layout: tuple[int, ...], dtype: str
 ) -> None:
-    """The most that is alive, with the weights that the buffers are filled from; the optimizer has one tensor
-    twice meanwhile, which is not in the plan."""
+    """The peak while building a model, with the weights that fill its buffers, is as planned.
+
+    The optimizer briefly has one tensor twice, which the plan omits."""
     found = ranks(*layout).run(construction, family="qwen2", dtype=dtype)
     plan = plan_for(layout, "qwen2", dtype)
     for rank, measured in enumerate(found):
@@ -512,14 +524,14 @@ def test_construction_takes_as_much_as_planned(
 
 
 def test_construction_is_a_phase_of_its_own() -> None:
-    """DAPO's 72B at tp 4, pp 2: 8 bytes for each of the last stage's 9.1 billion parameters."""
+    """DAPO's 72B model at tp 4, pp 2 needs 8 bytes for each of the last stage's 9.1 billion parameters."""
     path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
     plan = make_plan_inputs(load_config(path, same), KNOWN_MODELS["Qwen2.5-72B"])
     needs = {need.phase: need for need in gpu_needs(plan)}
     built = needs["construction"]
     assert built.total - built.parts["contexts"] == 8 * count_params(plan, "actor", built.stage).all
     assert 67 * GIB < built.total - built.parts["contexts"] < 68 * GIB
-    # What stays on the GPU is there when the next model is made.
+    # Groups that stay on the GPU are there when the next model is built.
     kept = plan_32b("residency.keep=[actor.optimizer,critic.optimizer]")
     built = next(need for need in gpu_needs(kept) if need.phase == "construction")
     assert "actor.optimizer" in built.parts and "critic.optimizer" not in built.parts
@@ -538,7 +550,7 @@ def test_construction_is_a_phase_of_its_own() -> None:
 def test_a_checkpoint_gathers_buckets_as_large_as_planned(
     ranks: Callable[..., RankPool], layout: tuple[int, ...], keys: dict[str, Any]
 ) -> None:
-    """On every rank; stages behind the first have one bucket alone."""
+    """The largest bucket is as planned on every rank; stages after the first have a single bucket."""
     overlap = {"overlap_bucket": 300_000} if "parallel" in keys else {}
     keys = {**keys, "parallel": {**keys.get("parallel", {}), **overlap}}
     plan = plan_for(layout, keys["family"], "bf16")
@@ -555,7 +567,7 @@ def test_a_checkpoint_gathers_buckets_as_large_as_planned(
 
 
 def test_what_a_checkpoint_joins_when_it_is_read() -> None:
-    """Gate and up projections of a stage's layers, all at once, beside weights and optimizer."""
+    """Loading joins gate and up projections of all of a stage's layers, next to weights and optimizer."""
     plan = plan_32b("parallel.tp=4", "parallel.pp=2", "parallel.dp=16")
     read = checkpoint_need(plan, "critic", 0, load=True)
     assert read.parts["joined weights"] == 32 * 2 * 27648 // 4 * 5120 * 2
@@ -565,14 +577,16 @@ def test_what_a_checkpoint_joins_when_it_is_read() -> None:
         checkpoint_need(mixture, "actor", 0, load=True).parts["joined weights"]
         == 48 * 16 * 2 * 768 * 2048 * 2
     )
-    # On the first stage, where little is gathered at a time, this is the most.
+    # On the first stage, whose gathered buckets are small, joining is the peak.
     checkpoint = next(need for need in gpu_needs(mixture) if need.phase == "checkpoint")
     assert "joined weights" in checkpoint.parts
 
 
 def test_a_checkpoint_is_a_phase_of_its_own() -> None:
-    """DAPO's 72B at tp 4, pp 2: its last stage gathers all of its 9.1 billion parameters in float32, twice on
-    the GPU, beside weights, optimizer and FP8 copies."""
+    """Saving DAPO's 72B model at tp 4, pp 2 peaks on the last stage.
+
+    It gathers its 9.1 billion parameters in float32, twice on the GPU, next to weights, optimizer and FP8
+    copies."""
     path, same = ROOT / "configs/dapo_72b.yaml", ("parallel.tp=4", "parallel.pp=2", "parallel.dp=32")
     less = ("model.recompute_layers=null",)
     of_72b = make_plan_inputs(load_config(path, [*same, *less]), KNOWN_MODELS["Qwen2.5-72B"])
@@ -589,7 +603,7 @@ def test_a_checkpoint_is_a_phase_of_its_own() -> None:
         load_config(path, [*same, *less, "checkpoint.every=0"]), KNOWN_MODELS["Qwen2.5-72B"]
     )
     assert "checkpoint" not in {need.phase for need in gpu_needs(never)}
-    # The first stage has small buckets.
+    # The first stage's buckets are small.
     bucket = count_bucket_params(of_72b, "actor", 0)
     assert bucket == 40_000_000 + 8192 * 152064 // 4 < count_bucket_params(of_72b, "actor", 1) / 20
 
@@ -605,7 +619,7 @@ def test_a_checkpoint_is_a_phase_of_its_own() -> None:
 def test_the_disk_holds_the_checkpoints_that_are_kept(
     steps: int, pretraining: int, every: int, keep: int, keep_every: int
 ) -> None:
-    """As many as lie there at once when each is written, and the older ones are removed, as in a run."""
+    """The planned disk space is the peak of a simulated run that removes old checkpoints after each save."""
     keys = {"every": every, "keep": keep, "keep_every": keep_every}
     overrides = [f"checkpoint.{name}={value}" for name, value in keys.items()]
     overrides += [f"steps={steps}", f"value_pretraining.steps={pretraining}"]
@@ -680,17 +694,17 @@ def test_what_does_not_fit_is_said_with_what_to_change(overrides: list[str], wor
     advice = re.search(r"lower update.tokens_per_micro_batch to (\d+)|set (model.recompute=full)", problem)
     if "raise model.recompute_layers" in problem:
         assert find_problem(plan_32b(*overrides, "model.recompute_layers=null")) is None
-    if advice:  # and it helps
+    if advice:  # the advice helps
         change = f"update.tokens_per_micro_batch={advice[1]}" if advice[1] else advice[2]
         assert find_problem(plan_32b(*overrides, change)) is None
-    with pytest.raises(ConfigError) as error:  # train stops with the same words
+    with pytest.raises(ConfigError) as error:  # train stops with the same message
         world, memory = plan.layout.world, plan.device.memory
         check_fits(make_plan_inputs(plan.config, plan.actor.config, world=world, memory=memory), "x.yaml")
     assert str(error.value) == f"x.yaml: {problem}"
 
 
 def test_a_replay_is_planned_without_an_engine() -> None:
-    """Room for its KV cache and its weights is not asked for; the rest is as in the run."""
+    """A replay's plan omits the engine's KV cache and weights; the rest is as in the run."""
     for keys, problem in (
         ("rollout.engine_memory=0.1", "the KV cache of an engine holds"),
         ("residency.keep=[engine.weights]", "take engine.weights out of residency.keep"),
@@ -701,7 +715,7 @@ def test_a_replay_is_planned_without_an_engine() -> None:
     needs, before = ({need.phase: need for need in gpu_needs(of)} for of in (plan, plan_32b()))
     assert before.keys() - needs.keys() == {"rollout", "weight_transfer"}
     assert all(before[phase].total == need.total for phase, need in needs.items() if phase != "checkpoint")
-    assert needs["checkpoint"].total <= before["checkpoint"].total  # of which none is written
+    assert needs["checkpoint"].total <= before["checkpoint"].total  # a replay writes no checkpoint
     host, of_run = node_bytes(plan), node_bytes(plan_32b())
     assert host["verifiers"] == host["checkpoint staging"] == 0 < min(of_run.values())
     demo, sizes = (

@@ -1,5 +1,6 @@
-"""Megatron's options in the plan: before and after. `python tests/plan/test_options.py` prints the table that
-docs/evidence/planning.md shows."""
+"""Megatron's options in the plan, before and after.
+
+`python tests/plan/test_options.py` prints the table of docs/evidence/planning.md."""
 
 from __future__ import annotations
 
@@ -37,18 +38,18 @@ MLP = {
 
 
 def fullest(plan: PlanInputs) -> float:
-    """The most of any update, on the fullest stage."""
+    """Return the largest need of any update on the fullest stage."""
     return max(need.total for need in gpu_needs(plan, phases=[p for p in plan.phases if p.updates_weights]))
 
 
 def keeps_what_it_sent(layout: Layout, begun: float, last: bool) -> float:
-    """As megarl was before `deallocate_pipeline_outputs`, of plans without virtual stages."""
+    """Return megarl's count before `deallocate_pipeline_outputs`, for plans without virtual stages."""
     assert layout.vpp == 1
     return begun - last
 
 
 def fewest_layers(plan: PlanInputs) -> PlanInputs:
-    """With as few recomputed layers as leave as much room as `megarl plan` does."""
+    """Recompute as few layers as leave the room that `megarl plan` leaves."""
     layers = plan.actor.sizes.layers // plan.layout.pp
     none = replace_keys(plan, model__recompute="none", model__recompute_layers=None)
     tried = [none, *(replace_keys(plan, model__recompute_layers=count) for count in range(1, layers + 1))]
@@ -91,8 +92,10 @@ def test_the_page_shows_the_table() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_in_bf16_are_half(name: str) -> None:
-    """In memory and on the way to other replicas; what the sum takes comes when activations are gone, on the
-    first stage beside them."""
+    """bf16 gradients need half of the memory and a shorter update.
+
+    The reduction's scratch memory comes after activations are freed; with overlap, the first stage also
+    needs it next to them."""
     plan = plan_for(name)
     halved = replace_keys(plan, **HALVED)
     for stage in plan.stages:
@@ -110,7 +113,7 @@ def test_gradients_in_bf16_are_half(name: str) -> None:
     assert fullest(halved) < fullest(plan)
     before, after = (estimate(p, default_lengths(p)).parts["actor_update"] for p in (plan, halved))
     assert 0.9 * before < after < before
-    # A rank that has next to no activations still needs room for the sum.
+    # A rank with almost no activations still needs memory for the reduction.
     [phase] = [p for p in plan.phases if p.name == "actor_update"]
     last = plan.layout.pp - 1
     nothing = phase_buffers(halved, phase, last, 1)
@@ -118,7 +121,7 @@ def test_gradients_in_bf16_are_half(name: str) -> None:
 
 
 def gradient_bytes(runtime: Runtime, grad_dtype: str) -> tuple[int, int]:
-    """Bytes of the gradients' buffers, and of the largest that is alive besides while they are summed."""
+    """Return the bytes of the gradient buffers, and the peak of other memory during the reduction."""
     import torch
 
     from tests.parallel.memory import LiveMemory
@@ -153,7 +156,7 @@ def test_they_are_so_in_a_real_model(ranks: Callable[..., RankPool]) -> None:
     plan = replace(plan, config=plan.config.model_copy(update={"parallel": changed}))
     for size, alive in ranks(1, 1, 2).run(gradient_bytes, grad_dtype="bf16"):
         assert size == pytest.approx(group_bytes(plan, "actor.gradients", 0), rel=0.01)
-        # What came from the replicas, and this rank's sum of it in float32.
+        # The shards received from the replicas, and this rank's float32 sum of them.
         assert alive == pytest.approx(gradient_sum_bytes(plan, "actor", 0)[1], rel=0.05)
 
 
@@ -172,11 +175,12 @@ if __name__ == "__main__":
 
 
 def test_muons_iterations_take_time() -> None:
-    """As many operations as torch counts in the iteration over Qwen2.5-32B's matrices, one replica's share of
-    them for each update."""
+    """Muon adds the operations that torch counts for Newton-Schulz on Qwen2.5-32B's matrices.
+
+    Each update has one replica's share of them."""
     adam = plan_for("dapo_32b")
     muon = replace_keys(adam, actor__optimizer="muon")
-    with torch.device("meta"):  # of the paper's table, in Megatron's joined form: rows, columns
+    with torch.device("meta"):  # rows and columns from the paper's table, in Megatron's joined form
         matrices = [
             torch.empty(size)
             for size in ((5120 + 2 * 1024, 5120), (5120, 5120), (2 * 27648, 5120), (5120, 27648))
@@ -196,7 +200,7 @@ def test_muons_iterations_take_time() -> None:
 
 
 def test_every_part_of_memory_has_a_column() -> None:
-    """Also Muon's matrices, where a rank has so few tokens that they do not fit in its activations."""
+    """This includes Muon's matrices if a rank has too few tokens for them to fit in its activations."""
     muon = replace_keys(plan_for("dapo_32b"), actor__optimizer="muon", update__tokens_per_micro_batch=1024)
     muon = replace_keys(muon, rollout__max_response_tokens=512, data__max_prompt_tokens=512)
     plans = [muon, *(plan_for(name) for name in NAMES)]

@@ -1,5 +1,6 @@
-"""Estimates of a step's time against published ones. `python tests/plan/test_published.py` prints the table,
-which docs/evidence/planning.md shows."""
+"""Estimates of step times compared with published ones.
+
+`python tests/plan/test_published.py` prints the table of docs/evidence/planning.md."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def predicted(name: str) -> Estimate:
     row = next(row for row in TABLE["rows"] if row["name"] == name)
     source = TABLE["sources"][row["source"]]
     config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
-    # Not checked: their frameworks divide layers and heads in ways that megarl does not.
+    # Their frameworks divide layers and heads in ways that megarl does not support, so skip the check.
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=row["layout"])})
     shape = Shape(KNOWN_MODELS[row["model"]], config.model.dtype)
     plan = PlanInputs(config, shape, shape, find_device(config.cluster))
@@ -35,12 +36,12 @@ def predicted(name: str) -> Estimate:
 
 
 def is_held(row: dict[str, Any]) -> bool:
-    """Whether the estimate has to be near: lengths and settings are published, and it was Megatron."""
+    """Return whether the estimate must be close: Megatron was used with published lengths and settings."""
     return bool(row["length_published"] and row.get("held", True))
 
 
 def table() -> str:
-    """The table of docs/evidence/planning.md."""
+    """Return the table of docs/evidence/planning.md."""
     lines = ["| run | published, s | predicted, s | ratio | of it rollout | |", "|---|---|---|---|---|---|"]
     for row in TABLE["rows"]:
         made = predicted(row["name"])
@@ -66,8 +67,10 @@ def test_estimates_are_near_published_figures_to_which_nothing_was_fitted() -> N
 
 
 def test_an_update_on_an_h100() -> None:
-    """Eight layers of Qwen2.5-7B's widths, 32,768 tokens in packs of two sequences, as they were measured
-    (docs/evidence/verified.md): FP8's speed is fitted to its share of bf16's time, nothing else is."""
+    """Times match measurements on eight layers of Qwen2.5-7B's widths.
+
+    They were measured with 32,768 tokens in micro-batches of two sequences (docs/evidence/verified.md).
+    Only FP8's speed is fitted, to its share of bf16's time."""
     sizes = {**KNOWN_MODELS["Qwen2.5-7B"], "num_hidden_layers": 8, "vocab_size": 32000}
     shape = Shape(sizes, "bf16")
 
@@ -92,7 +95,7 @@ def test_an_update_on_an_h100() -> None:
     kept = seconds("te", "model.fp8.recipe=tensorwise", "model.fp8.first_last_layers_bf16=true")
     assert fp8 < kept < bf16
     of_blocks = seconds("te", "model.fp8.recipe=blockwise", "model.fp8.first_last_layers_bf16=false")
-    assert of_blocks == bf16  # its speed was not measured
+    assert of_blocks == bf16  # the speed of blockwise FP8 was not measured
 
 
 def test_the_page_shows_the_table() -> None:

@@ -1,4 +1,4 @@
-"""The planner's choice of a layout: it fits, it is the quickest, and what is printed makes it."""
+"""The planner's choice of a layout: it fits, it is the fastest, and the printed keys reproduce it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
 SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
-FAST = ("dapo_30b_a3b", "vapo_32b", "dapo_72b")  # the first two have a search that other tests need, too
+FAST = ("dapo_30b_a3b", "vapo_32b", "dapo_72b")  # other tests need the first two's searches as well
 
 
 def plan_for(name: str, *changes: str) -> PlanInputs:
@@ -49,8 +49,10 @@ def searched(name: str, *changes: str) -> list[Candidate]:
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in SHIPPED],
 )
 def test_shipped_layouts_are_the_planners_best(name: str) -> None:
-    """Of those without what no GPU has run under megarl (the files say so): within 2 percent, as one has its
-    base's layout; with 5 percent of each GPU to spare."""
+    """Shipped layouts are within 2 % of the planner's best, with 5 % of each GPU to spare.
+
+    Excluded are features that no GPU has run under megarl, as the files note. The 2 % allow a file to keep
+    its base's layout."""
     plan = plan_for(name)
     assert plan.layout.cp == plan.layout.vpp == 1 and find_problem(plan, 0.05 * plan.device.memory) is None
     best = pick_best(drop_unproven(searched(name), plan.config.parallel))
@@ -75,7 +77,7 @@ def test_those_that_fit_come_first_the_quickest_first_and_all_use_all_gpus() -> 
 
 
 def test_what_is_printed_makes_the_configuration_the_best(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a command and as YAML; and nothing is to be gained after that."""
+    """The printed command and YAML agree, and a search from there finds nothing better."""
     config = str(ROOT / "configs/vapo_32b.yaml")
     changes = ["parallel.tp=8", "parallel.pp=4", "parallel.dp=4", "model.recompute_layers=null"]
     assert main(["plan", config, "--best", *changes]) == 0
@@ -110,7 +112,7 @@ def test_fewer_layers_are_recomputed_where_more_memory_is() -> None:
 
 @pytest.mark.slow
 def test_groups_are_kept_where_there_is_room() -> None:
-    """They save the way to the host and back; with them no phase is short of memory."""
+    """Kept groups save transfers to and from the host, and no phase runs short of memory."""
     roomy = pick_best(searched("dapo_32b", "cluster.gpu=H200"))
     assert "actor.optimizer" in roomy.plan.config.residency.keep
     assert roomy.free > 0.05 * 139.8 * GIB
@@ -127,13 +129,15 @@ def test_sizes_that_the_schema_refuses_are_not_tried(monkeypatch: pytest.MonkeyP
 
 
 def is_taken_by_train(plan: PlanInputs) -> bool:
-    """Whether a run's checks let its engines begin."""
+    """Return whether a run's checks accept its engines."""
     try:
         check_config(plan.config, "x.yaml")
         engine_targets(plan.config, plan.actor.config, plan.layout.world)
     except ConfigError:
         return False
-    return plan.config.cluster.gpus_per_node % plan.engine_tp == 0  # which they ask the machine
+    return (
+        plan.config.cluster.gpus_per_node % plan.engine_tp == 0
+    )  # a run's engines check this on the machine
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,7 +153,7 @@ def test_engines_that_are_tried_are_those_that_train_takes(dp: int, apart: int, 
 
 @pytest.mark.parametrize("apart", [4, 12])
 def test_the_best_engines_divide_the_ranks_that_generate(apart: int) -> None:
-    """An engine of 8 on 4 ranks, which would be the quickest, is none."""
+    """An engine of 8 would be the fastest, but does not fit 4 ranks."""
     sizes = ["parallel.tp=8", "parallel.dp=1", f"parallel.rollout_ranks={apart}", "cluster.gpu=H200"]
     plan = plan_for("dapo_32b", *sizes, "rollout.prompts=8", "update.mini_batch=128")
     lengths = default_lengths(plan)
@@ -159,7 +163,7 @@ def test_the_best_engines_divide_the_ranks_that_generate(apart: int) -> None:
 
 
 def test_context_parallel_and_virtual_stages_are_planned() -> None:
-    """Each rank has its part of the tokens; more micro-batches begin before one ends, stages wait less."""
+    """Context parallelism divides activations; virtual stages need more of them and take less time."""
     plan = plan_for("vapo_32b", "model.recompute=none", "model.recompute_layers=null", "parallel.dp=16")
     halved = replace_keys(plan, parallel__cp=2, parallel__dp=8)
     virtual = replace_keys(plan, parallel__vpp=4)

@@ -1,4 +1,4 @@
-"""The simulator against loops that go token by token, and against what can be worked out by hand."""
+"""The simulator, compared with token-by-token loops and with results worked out by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def costs(at_once: int = 1000, transfer: float = 0.5, **phases: float) -> Costs:
 
 
 def token_by_token(lengths: list[int], prompt: float, at_once: int) -> float:
-    """Seconds of an engine: each decoding step on its own, whose tokens are those of its middle."""
+    """Return an engine's seconds, simulated step by step with the token count in the middle of each step."""
     waiting, running, seconds = list(lengths), [], 0.0
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -88,7 +88,7 @@ def test_equal_stretches_token_by_token(groups: list[list[int]], engines: int, a
 def test_no_engine_idles_while_another_has_requests_that_have_not_begun(
     seed: int, engines: int, balance: str
 ) -> None:
-    """One response at a time: a list schedule, of which Graham's bound holds (1969)."""
+    """With one response at a time this is a list schedule, for which Graham's bound (1969) holds."""
     work = RolloutWork(9, 2, 0.0, make_log_normal(Lengths(50, 400, 0, 1.0)), balance=balance)  # type: ignore[arg-type]
     cost = Costs(lambda count, tokens: 1.0, 0.0, 1, lambda tokens: {}, 0.0)
     found = simulate_rollout(work, cost, engines, random.Random(seed))
@@ -111,7 +111,7 @@ def test_dynamic_sampling_draws_until_there_are_enough() -> None:
 
 
 def constant(seconds: float) -> tuple[RolloutWork, float]:
-    """RolloutWork whose rollout takes so long on one engine: one response of as many tokens."""
+    """Make work of one response that takes about `seconds` on one engine, and return its exact seconds."""
     length = round(seconds / 0.01)
     return RolloutWork(1, 1, 0.0, lambda chance, n: [float(length)]), length * 0.01
 
@@ -119,7 +119,7 @@ def constant(seconds: float) -> tuple[RolloutWork, float]:
 @pytest.mark.parametrize(("rollout", "train"), [(6.0, 4.0), (3.0, 5.0), (4.0, 4.0)])
 def test_steps_as_they_are_worked_out_by_hand(rollout: float, train: float) -> None:
     work, rollout = constant(rollout)
-    # All of it costs no more than its time: one decoding step takes 0.01 s.
+    # One decoding step takes 0.01 s, whatever the batch.
     before, update = 0.25 * train, 0.75 * train
     cost = Costs(
         lambda count, tokens: 0.01, 0.0, 1, lambda tokens: {"old": before, "actor_update": update}, 0.5
@@ -139,8 +139,10 @@ def test_steps_as_they_are_worked_out_by_hand(rollout: float, train: float) -> N
 
 
 def test_what_is_drawn_waits_for_its_weights() -> None:
-    """The batch of step k begins after the transfer of version k - 1 - ahead, and no transfer of a later one
-    comes before it; a batch is trained on after it was drawn."""
+    """A batch is generated between the two weight transfers that bound its version, and trained on later.
+
+    The batch of step k starts after the transfer of version k - 1 - ahead and ends before the next
+    transfer."""
     for ahead in (0, 1, 2):
         work = RolloutWork(3, 2, 0.0, make_log_normal(Lengths(60, 900, 0, 1.2)))
         course = simulate(work, costs(old=0.3, actor_update=0.9), Split(2, 1, ahead), seed=ahead)
@@ -162,7 +164,7 @@ def test_what_is_drawn_waits_for_its_weights() -> None:
             assert transfer.begin >= update[version].end - 1e-9
             if version < BATCHES:  # the weights do not change before they are sent
                 assert transfer.end <= update[version + 1].begin + 1e-9
-            # A transfer of both sides at once.
+            # A transfer occupies trainers and engines at the same time.
             assert any(
                 s.phase == "weight_transfer" and s.begin == transfer.begin for s in course.rows["engine 0"]
             )
@@ -174,7 +176,7 @@ def test_lengths_are_those_that_were_asked_for() -> None:
     groups = [draw(chance, 16) for _ in range(3000)]
     drawn = [n for group in groups for n in group]
     assert fmean(drawn) == pytest.approx(3000, rel=0.05) and max(drawn) == 20480
-    # Responses to a prompt are alike: the means of groups differ more than those of strangers would.
+    # Responses to a prompt have similar lengths: group means vary more than those of independent responses.
     means = [fmean(map(math.log, group)) for group in groups]
     variance = fmean((m - fmean(means)) ** 2 for m in means)
     assert variance == pytest.approx(lengths.spread**2 * (0.5 + 0.5 / 16), rel=0.15)
@@ -193,7 +195,7 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: PlanInputs) -> None:
     found = find_best_split(small, work, lengths, 16)
     assert found is not None
     assert found.layout.world + found.config.parallel.rollout_ranks == 16 and found.layout.world % 2 == 0
-    # No other one is much quicker; each is simulated, some steps of it.
+    # No other split is much faster in a simulation of a few steps.
     tried = {}
     for dp in range(1, 8):
         made = replace_keys(small, parallel__dp=dp, parallel__rollout_ranks=16 - 2 * dp)
@@ -203,7 +205,9 @@ def test_the_best_split_is_one_that_the_layout_allows(plan: PlanInputs) -> None:
 
 
 def test_the_engines_of_a_split_divide_its_trainers_too(plan: PlanInputs) -> None:
-    """Else the first of them would lie on two nodes: of 6 trainers and 4 more ranks an engine of 4."""
+    """The engine size divides the trainers, else an engine would lie on two nodes.
+
+    An example: 6 trainers and 4 more ranks with an engine of 4."""
     small = replace_keys(plan, rollout__prompts=32, update__mini_batch=512, rollout__engine_tp=4)
     lengths = default_lengths(small)
     for world in (10, 12, 16):
@@ -218,8 +222,9 @@ def test_the_engines_of_a_split_divide_its_trainers_too(plan: PlanInputs) -> Non
 def test_a_step_ahead_is_estimated_as_it_is_simulated(
     plan: PlanInputs, dp: int, apart: int, ahead: int
 ) -> None:
-    """Of responses of one length the simulated step is the estimated one: the longer of rollout and training,
-    and the transfer."""
+    """With responses of one length, the simulated step time equals the estimate.
+
+    The estimate of an asynchronous step is the longer of rollout and training, plus the transfer."""
     keys = {"parallel__dp": dp, "parallel__rollout_ranks": apart, "schedule__ahead": ahead}
     made = replace_keys(plan, **keys, rollout__prompts=64)
     lengths = replace(default_lengths(made), spread=0.01)
@@ -236,8 +241,10 @@ def test_a_job_that_cannot_be_split_is_shown_in_turn(plan: PlanInputs) -> None:
 
 
 def test_one_step_ahead_as_published() -> None:
-    """NeMo-RL v0.5 (docs/about/performance-summary.md): Qwen3-32B one step off on 64 H100, 200 s, where 32
-    take 376 s in turn. Half of the GPUs for each side is our assumption."""
+    """The simulated step is within a factor of 1.5 of the 200 s that NeMo-RL v0.5 published.
+
+    Source: docs/about/performance-summary.md, Qwen3-32B on 64 H100, one step off-policy; 32 H100 without
+    overlap take 376 s. Half of the GPUs for each side is our assumption."""
     row = next(row for row in TABLE["rows"] if row["name"] == "Qwen3-32B on 32 H100")
     source = TABLE["sources"][row["source"]]
     config = load_config(ROOT / TABLE["base"], [*source["set"], *row["set"]])
@@ -273,17 +280,18 @@ def test_lengths_of_a_run(tmp_path: Path) -> None:
     assert fitted.mean == pytest.approx(400, rel=0.2) and fitted.spread == pytest.approx(0.8, rel=0.25)
     assert "10 steps" in where
 
-    # With recorded rollouts, those themselves.
+    # Recorded rollouts replace the fitted lengths.
     batch = TrainBatch.build([[1, 2, 3]] * 4, [[5] * 10, [5] * 27, [5] * 300, [5] * 310])
-    batch.response_mask[20:27] = False  # seven tokens between two turns, which nobody has drawn
+    # seven tokens of an observation between two turns, which the policy did not generate
+    batch.response_mask[20:27] = False
     batch["group_ids"] = torch.tensor([7, 7, 9, 9])
     folder = tmp_path / "rollouts" / "step-000030"
-    write_batch(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # of two engines
+    write_batch(folder / "rank-00000.safetensors", batch.select([0, 1, 2]))  # from two engines
     write_batch(folder / "rank-00001.safetensors", batch.select([3]))
-    going_on = TrainBatch.build([[1, 2, 3]], [[5] * 50])  # its length is not known yet
+    going_on = TrainBatch.build([[1, 2, 3]], [[5] * 50])  # unfinished, so its length is not known yet
     going_on["group_ids"], going_on["unfinished"] = torch.tensor([9]), torch.tensor([True])
     write_batch(folder / "rank-00002.safetensors", going_on)
-    assert "10 steps" in recorded(tmp_path, Lengths(1, 4000, 20))[2]  # not whole yet
+    assert "10 steps" in recorded(tmp_path, Lengths(1, 4000, 20))[2]  # the recording is not complete yet
     (folder / "manifest.json").write_text("")
     fitted, draw, where = recorded(tmp_path, Lengths(1, 4000, 20))
     assert fitted.mean == 160 and fitted.prompt == 3 and "4 responses" in where
@@ -342,7 +350,7 @@ def test_a_split_as_it_is_configured_is_simulated(
 def test_a_split_as_it_is_configured_is_planned(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all of its ranks in the header, and one time of a step wherever it stands."""
+    """The header counts all ranks, and every part of the output shows the same step time."""
     monkeypatch.chdir(ROOT)
     split = ["parallel.dp=2", "parallel.rollout_ranks=4", "schedule.ahead=1", "rollout.prompts=64"]
     command = ["plan", "configs/vapo_7b.yaml", *split, "cluster.gpus_per_node=4"]
@@ -371,7 +379,7 @@ def test_a_split_as_it_is_configured_is_planned(
 def test_no_engine_decodes_more_at_once_than_it_is_started_with(
     plan: PlanInputs, engine: str, most: int, mean: float, prompts: int
 ) -> None:
-    """Whatever its cache would hold; one after the other takes longest."""
+    """`max_batch` bounds the batch even if the KV cache holds more; one at a time takes longest."""
     urls = ("http://a:1", "http://b:1") if engine == "sglang_url" else ()
     keys = {"rollout__engine": engine, "rollout__urls": urls, "rollout__prompts": prompts}
     made, alone = (replace_keys(plan, **keys, rollout__max_batch=n) for n in (most, 1))
@@ -384,7 +392,9 @@ def test_no_engine_decodes_more_at_once_than_it_is_started_with(
 
 
 def test_a_critic_of_prompts_takes_its_share_of_the_tokens() -> None:
-    """A prompt and one token of 512 + 1 among 7,340: of the time besides, an update's messages stay."""
+    """A critic of prompts processes a prompt and one token: 512 + 1 of 7,340 tokens.
+
+    Its phases shrink by that share, within 20 %, since an update's communication does not shrink."""
     whole, alone = (
         make_plan_inputs(load_config(ROOT / "configs/vapo_7b.yaml", changes), KNOWN_MODELS["Qwen2.5-7B"])
         for changes in ([], ["algorithm.advantage=prompt_value", "algorithm.lambda_policy=1"])

@@ -1,5 +1,6 @@
-"""Windows of responses in the plan and in the simulation, against a loop that fills the places of a step
-again and again."""
+"""Partial rollout windows in the plan and the simulation, compared with a loop over steps.
+
+The loop repeatedly fills the slots of a step."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ def test_windows_are_the_response() -> None:
 
 
 def successive(lengths: Lengths, places: int, steps: int) -> list[tuple[float, float, bool]]:
-    """What each place of the last steps draws: (begun, drawn, ends), place by place and step by step."""
+    """Return (prefix, new tokens, is last) of each slot in the last three quarters of the steps."""
     chance, draw = random.Random(0), make_log_normal(lengths)
-    responses = [[0.0, 0.0]] * places  # tokens that are there, tokens in the end
+    responses = [[0.0, 0.0]] * places  # tokens so far, tokens in total
     seen = []
     for step in range(steps):
         for place, (there, whole) in enumerate(responses):
@@ -109,7 +110,7 @@ def test_only_the_critics_update_is_shorter_by_what_goes_on() -> None:
     ended = [one.length + lengths.prompt for one in lengths.windows if one.is_last]
     everything = [one.length + lengths.prompt for one in lengths.windows]
     assert sum(ended) < sum(everything)
-    # Attention makes long sequences dearer than their tokens, a little.
+    # Attention makes long sequences slightly more expensive per token.
     ratio = (windows["critic_update"] / windows["actor_update"]) / (
         whole["critic_update"] / whole["actor_update"]
     )
