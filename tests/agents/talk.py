@@ -91,6 +91,7 @@ def merging_tokenizer(template: str | None = CHATML, end: str = "<|im_end|>") ->
 
 class ScriptedClient:
     """An engine that returns the turns of `script` (tokens, or a text to be ended) for any request.
+
     asked  context, sampling parameters and token limit of each request"""
 
     def __init__(self, tokenizer: Any, script: Sequence[str | Sequence[int]]) -> None:

@@ -263,8 +263,8 @@ def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> 
 def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, alike):
     """Shapes that may decide a library's summation order do not depend on batch composition.
 
-    So this holds on any processor. A request runs alone, and with fewer and more others of shorter and longer
-    prompts, while the cache grows.
+    Then results do not either, on any processor. A request runs alone, and with fewer and more others of
+    shorter and longer prompts, while the cache grows.
     `alike`: row counts of wide products that the processor sums in the same order, so they may differ."""
     monkeypatch.setattr(transformers_layers, "NARROW", 0 if alike else 256)
     monkeypatch.setattr(transformers_layers, "find_fewest_rows", lambda weights: min(alike))
@@ -395,7 +395,7 @@ def test_requests_of_other_params_take_turns(make_engine):
     ended = {}
     for _ in range(89):
         ended |= engine.poll(0.0)
-        assert len({loop.longest for loop in engine._loops}) <= 2  # at most two distinct lengths
+        assert len({loop.longest for loop in engine._loops}) <= 2  # as they alternate
     engine.submit({3: GenerationRequest((5, 6), 0)}, kinds[0])
     while engine.running:
         ended |= engine.poll(1.0)

@@ -1,4 +1,5 @@
 """The client of external SGLang servers, against HTTP servers with the same API (servers.py).
+
 tests/sglang/test_servers.py has a real SGLang server."""
 
 from __future__ import annotations

@@ -191,9 +191,7 @@ def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
             assert number == len(steps)
             continue
         assert [step for step, _ in windows] == list(range(windows[0][0], number + 1))
-        drawn_in = {first[last.uid], first[last.uid] - 1} - {
-            0
-        }  # a prompt's last responses may start a step later
+        drawn_in = {first[last.uid], first[last.uid] - 1} - {0}  # responses may start a step later
         requests = [
             GenerationRequest(world[2][last.uid].tokens, response_seed(5, step, last.uid, index))
             for step in drawn_in

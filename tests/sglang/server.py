@@ -1,4 +1,5 @@
 """An external SGLang server: `python -m tests.sglang.server --model-path ...`, SGLang's arguments.
+
 Each of its processes has the stubs of megarl's own engine, which a CPU needs."""
 
 from __future__ import annotations
