@@ -135,7 +135,7 @@ def run(
 
 
 def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
-    """Check that training used the sampled tokens after the observations: log-probs equal the engine's."""
+    """Check that training saw the sampled tokens and the observations: log-probs equal the engine's."""
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record["mismatch/logprob_abs_max"] < 1e-4

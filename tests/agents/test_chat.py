@@ -48,7 +48,7 @@ from tests.tiny_models import make_tiny_model
 
 USER = {"role": "user", "content": "one"}
 TEMPLATES = {"chatml": CHATML, "qwen2.5": QWEN25, "llama3": LLAMA3}
-# All special tokens are control tokens. A text that is shown must not add to those of the template.
+# All special tokens are control tokens: a shown text must not add any to those of the template.
 CONTROL = range(len(SPECIALS))
 SCHEMA = {
     "type": "function",
@@ -111,8 +111,7 @@ ANYTHING = st.lists(
 )
 @settings(max_examples=60, deadline=None)
 def test_what_was_drawn_is_what_is_trained_on(name, drawn, shown):
-    """Sampled tokens stay in the context as they are, also spellings of no encoder and bytes of no text.
-
+    """Sampled tokens stay unchanged in the context, also invalid UTF-8 and spellings that no encoder uses.
     Observations cannot bring control tokens."""
     tokenizer = of(name)
     chat, end = ChatTurns(tokenizer), tokenizer.eos_token_id
@@ -271,7 +270,9 @@ def test_templates_that_rewrite_history_are_refused(name):
 
 
 def test_what_a_template_drops_matters_where_it_is_shown():
-    """Qwen3 keeps thoughts while tools answer; a template with alternating roles gets user messages only."""
+    """Templates pass if they drop or refuse nothing in this kind of conversation.
+
+    Qwen3 keeps thoughts while tools answer; a template with alternating roles gets user messages only."""
     check_template(merging_tokenizer(THINKING), shown=("tool",))
     check_template(merging_tokenizer(OPENED))
     check_template(merging_tokenizer(CHATML.replace("m.content }}", "m.content | trim }} ")))

@@ -138,7 +138,7 @@ def test_a_stream_is_one_piece():
 
 
 def test_turns_that_no_encoder_writes():
-    """Bytes of no text, and separate tokens for letters that have a common one, stay as sampled."""
+    """Invalid UTF-8, and letters spelled without their merged token, stay as sampled."""
     drawn = [
         [200, *range(60, 66), END],
         [*encode(merging_tokenizer(), "o"), *encode(merging_tokenizer(), "ne"), END],

@@ -290,7 +290,7 @@ def drawn(
     """Return the responses of a step; all of them may be ungraded."""
     rollout = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "turns": turns or {}}
     if engine_class is OutOfOrder:
-        rollout["engine"] = "sglang"  # it stands for its continuous batching
+        rollout["engine"] = "sglang"  # OutOfOrder stands for its continuous batching
     settings: dict[str, Any] = {"reward": {"max_ungraded": 1.0}, **sections}
     settings["rollout"] = rollout | {"episode": f"{__name__}:{episode}"} | sections.get("rollout", {})
     config = Config(recipe="grpo", run_dir="runs/x", steps=1, model={"path": folder}, **settings)

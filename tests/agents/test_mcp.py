@@ -114,7 +114,7 @@ def wait_until_gone(pid: int) -> None:
 
 @pytest.mark.slow
 def test_what_a_server_says(server: str) -> None:
-    """Schemas and results of its tools; its errors are graded results that the policy reads."""
+    """Check schemas and results of its tools; its errors are graded results that the policy reads."""
     found = schemas([server])
     assert list(found) == [f"{server}#{name}" for name in ("price", "misbehave", "large", "picture", "pid")]
     told = found[f"{server}#price"]["function"]

@@ -210,7 +210,9 @@ def disk_full(job: Job) -> None:
 
 
 def no_rollouts(stage: str) -> Callable[[Job], None]:
-    """Limit one rank's files to a few heartbeats: its part of a rollout is the first that the run needs."""
+    """Limit the size of one rank's files to a few heartbeats.
+
+    The first file that fails and that the run needs is the rank's part of a rollout."""
 
     def inject(job: Job) -> None:
         job.until_phase("rollout", stage=stage, step=2)

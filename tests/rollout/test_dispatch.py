@@ -53,8 +53,8 @@ def test_engines_that_are_alike_get_what_the_division_gave_them(engines: int, co
 def clock(speeds: list[int], lengths: list[int], in_flight: int, *, moves: bool = True) -> float:
     """Return the time for responses of these lengths, as a multiple of the ideal split's.
 
-    The ideal is the work divided by the sum of the speeds. In a tick an engine samples `speed` tokens, one
-    after the other for its responses."""
+    The ideal is the work divided by the sum of the speeds. In a tick an engine samples `speed` tokens,
+    round-robin over its responses."""
     count, n = len(speeds), len(lengths)
     waiting = [list(range(e * n // count, (e + 1) * n // count)) for e in range(count)]
     left: list[dict[int, int]] = [{} for _ in speeds]

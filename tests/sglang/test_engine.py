@@ -1,7 +1,7 @@
 """A real SGLang engine on a CPU with the weights of a Megatron actor: weights, samples, failures.
 
-All tests of this file share the engine at tp=1, which restarts only if a test kills it. The order of the
-tests matters little.
+Tests that use the fixture `one` share its engine at tp=1, which restarts only if a test kills it. The order of
+the tests matters little.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_an_engine_over_two_ranks(
 
     GLM-4 has gate and up in one tensor, and each half is padded on a rank. GLM-4.5 has a dense layer, and a
     mixture with a float32 router, an untrained bias and a shared expert. DeepSeek-V3 has multi-latent
-    attention with YaRN, Moonlight without YaRN and query latents. Qwen3.5 has a linear-attention layer, and
+    attention with YaRN, Moonlight without YaRN or query latents. Qwen3.5 has a linear-attention layer, and
     Qwen3-Next a mixture after it whose shared expert has a gate."""
     folder = make_tiny_model(
         tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys

@@ -17,7 +17,7 @@ from megarl.rollout.sampling import SamplingParams, choose
 
 if find_spec("sglang") is not None:  # otherwise conftest.py skips these tests
     from megarl.rollout.engines import sglang_host  # noqa: F401 (installs the stubs)
-# On a GPU, making a tensor from Python numbers is a copy, and reading a tensor from Python waits.
+# Tensors made from Python numbers, and tensors that Python reads: on a GPU each is a blocking copy.
 BLOCKING = {
     "aten.lift_fresh.default",
     "aten._local_scalar_dense.default",
@@ -99,7 +99,7 @@ def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytes
 
 
 def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
-    """Attention has them as parameters if weights are FP8, and a sleep leaves them undefined."""
+    """With FP8 weights, attention has these scales as parameters, and a sleep leaves them undefined."""
     from megarl.rollout.engines.sglang_inside import load_shards
 
     model = torch.nn.Module()
