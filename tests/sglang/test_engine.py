@@ -1,7 +1,7 @@
 """A real SGLang engine on a CPU with the weights of a Megatron actor: weights, samples, failures.
 
-Tests that use the fixture `one` share its engine at tp=1, which restarts only if a test kills it. The order of
-the tests matters little.
+Tests with the fixture `one` share its engine at tp=1, which restarts only if a test kills it. Their order
+matters little.
 """
 
 from __future__ import annotations
