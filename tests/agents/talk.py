@@ -1,4 +1,4 @@
-"""A tokenizer with merges, chat templates, and a policy that says what a test has written for it."""
+"""A tokenizer with merges, chat templates, and a policy with scripted turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen2.5's: tools in the system's turn, consecutive results of tools in one turn of the user's.
+# Like Qwen2.5's: tools in the system turn, consecutive tool results in one user turn.
 QWEN25 = """\
 {%- if tools %}<|im_start|>system
 {{ messages[0].content if messages[0].role == 'system' else 'You are helpful.' }}
@@ -60,7 +60,7 @@ You are helpful.<|im_end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# As Llama 3's: contents trimmed, results of tools as JSON, a first token of its own.
+# Like Llama 3's: trimmed contents, tool results as JSON, a first token <bos>.
 LLAMA3 = """\
 <bos>{%- if tools %}<|im_start|>system<|im_end|>
 
@@ -90,9 +90,9 @@ def merging_tokenizer(template: str | None = CHATML, end: str = "<|im_end|>") ->
 
 
 class ScriptedClient:
-    """An engine that says the turns of `script`, each tokens or a text that is ended, whatever it is asked.
+    """An engine that returns the turns of `script` (tokens, or a text to be ended) for any request.
 
-    asked  what it was asked behind, and the limits"""
+    asked  context, sampling parameters and token limit of each request"""
 
     def __init__(self, tokenizer: Any, script: Sequence[str | Sequence[int]]) -> None:
         self.tokenizer, self.script = tokenizer, script
@@ -110,7 +110,7 @@ class ScriptedClient:
 
 
 class Functions:
-    """Tools in this process, by name, and an environment, by its class."""
+    """Tools by name, and an environment by class, that run in this process."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], environment: Any = None) -> None:
         self.functions, self.environment = functions, environment
@@ -137,7 +137,7 @@ class Functions:
 
 
 class ScriptedPolicy(Policy):
-    """The policy of one episode, whose turns are those of `script`; there are no others."""
+    """A policy whose turns are those of `script` and no others."""
 
     client: Any
 
@@ -160,7 +160,7 @@ class ScriptedPolicy(Policy):
 
     @property
     def shown(self) -> list[tuple[int, ...]]:
-        """What it was shown before each turn; before the first one, behind the prompt."""
+        """The tokens observed before each turn, without the prompt."""
         found, behind = [], len(self.prompt.tokens)
         for (tokens, *_), said in zip(self.client.asked, self.said, strict=True):
             found.append(tokens[behind:])
@@ -169,7 +169,7 @@ class ScriptedPolicy(Policy):
 
 
 def trained_on(policy: Policy) -> list[tuple[int, ...]]:
-    """The turns that a finished response is trained on."""
+    """Return the turns of a finished response that are trained on."""
     written = policy.result()
     sampled = [True] * written.num_tokens if written.is_sampled is None else written.is_sampled.tolist()
     runs = groupby(zip(written.tokens, sampled, strict=True), key=lambda pair: pair[1])

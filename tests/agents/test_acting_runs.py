@@ -1,4 +1,4 @@
-"""Whole runs whose responses have several turns: an OpenAI agent, an environment, tools."""
+"""Whole multi-turn runs: an OpenAI agent, an environment, tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.commands import run_command
 from tests.docs.test_docs import ROOT
 from tests.tiny_models import make_tiny_model
 
-# Nothing in them is of megarl, but for what a page of its documentation promises.
+# They use nothing of megarl except what its documentation promises.
 FILES = {
     "held.py": """
 async def hold(prompt, policy):
@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     folder: Path, name: str, code: int = 0, timeout: float = 600.0, **rollout: Any
 ) -> tuple[list[dict[str, Any]], str]:
-    """Two steps of a run with these keys of `rollout`: its records, and what it printed."""
+    """Run two steps with these `rollout` keys; return the training records and stderr."""
     sums = str(folder / "sums.jsonl")
     config = {
         "recipe": "grpo", "run_dir": str(folder / name), "steps": 2,
@@ -135,7 +135,7 @@ def run(
 
 
 def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
-    """What was drawn, behind what was shown, is what was trained on: log-probs are the engine's."""
+    """Check that training saw the sampled tokens and the observations: log-probs equal the engine's."""
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
         assert record["mismatch/logprob_abs_max"] < 1e-4
@@ -145,8 +145,9 @@ def check(records: list[dict[str, Any]], turns: tuple[float, float]) -> None:
 
 @pytest.mark.slow
 def test_an_openai_agent_is_trained(folder: Path) -> None:
-    """Two turns each; those to prompts that begin with 3 are left out, and end nothing. What others leave
-    running is ended, and said once."""
+    """Each response has two turns. Prompts that begin with 3 are ungraded, which does not end the run.
+
+    Tasks that other agents leave running are cancelled and reported once."""
     records, said = run(folder, "talker", agent="talker:agent")
     check(records, (2, 2))
     left = (
@@ -158,7 +159,7 @@ def test_an_openai_agent_is_trained(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_environment_is_trained_on(folder: Path) -> None:
-    """The same to the bit when it is done again."""
+    """A second run has bitwise the same metrics."""
     ends = ["<|im_end|>", *string.ascii_letters]  # one in six tokens of a random policy
     keys = {"environment": "echo:Echo", "environment_arguments": {"turns": 3}, "max_response_tokens": 60}
     records, _ = run(folder, "echo", stop=ends, **keys)
@@ -170,7 +171,7 @@ def test_an_environment_is_trained_on(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tools_are_told_of(folder: Path) -> None:
-    """Functions, and those of MCP servers."""
+    """Python functions, and tools of an MCP server if `mcp` is installed."""
     server = [f"mcp:{sys.executable} stock_server.py"] if find_spec("mcp") else []
     run(folder, "shop", tools=["shop:price", *server])
     samples = (folder / "shop" / "samples.jsonl").read_text()
@@ -180,8 +181,9 @@ def test_tools_are_told_of(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_episode_that_never_lets_go_of_the_loop_ends_the_run(folder: Path) -> None:
-    """It catches whatever would end it, without ever waiting. It is named as soon as it does, and again when
-    the run ends, before others would give up waiting for it."""
+    """The episode catches every exception without ever waiting.
+
+    It is reported as soon as it blocks the loop, and again when the run ends, before other ranks time out."""
     _, said = run(folder, "held", 2, timeout=10, episode="held:hold", turns={"hold": 0.5})
     named = [line for line in said.splitlines() if "hold (" in line and f"{folder / 'held.py'}:" in line]
     assert len(named) == 2 == said.count("has blocked the event loop of engine rank 0 for "), said
@@ -189,7 +191,7 @@ def test_an_episode_that_never_lets_go_of_the_loop_ends_the_run(folder: Path) ->
 
 @pytest.mark.slow
 def test_what_cannot_be_is_said_before_the_run(folder: Path) -> None:
-    """An agent that is no coroutine, a tool without a docstring, a template that rewrites history."""
+    """For example an agent that is no coroutine, a tool without a docstring, a turn that never ends."""
     (folder / "wrong.py").write_text("def f(x):\n    return x\n")
     for rollout, what in (
         ({"agent": "wrong:f"}, "rollout.agent: wrong:f is no coroutine function"),

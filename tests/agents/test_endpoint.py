@@ -1,4 +1,4 @@
-"""Agents that know nothing of us, through the OpenAI-compatible endpoint."""
+"""Agents without any code of megarl's, through the OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
 async def openai_agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """Any agent of the OpenAI package's: nothing in it is of megarl."""
+    """An agent that uses only the openai package."""
     from openai import AsyncOpenAI
 
     messages: list[Any] = [{"role": "system", "content": "Use the tool."}]
@@ -81,7 +81,7 @@ def run(policy: ScriptedPolicy, agent: Any, seconds: float = 20.0) -> Any:
 def asking(
     *bodies: dict[str, Any], headers: dict[str, str] | None = None
 ) -> tuple[Any, list[tuple[int, Any]]]:
-    """An agent that asks these one after the other; what it is answered."""
+    """Make an agent that sends these requests one after the other; return it and the list of its answers."""
     answers: list[tuple[int, Any]] = []
 
     async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> bool:
@@ -96,7 +96,7 @@ def asking(
 
 
 def user(*texts: str) -> list[dict[str, str]]:
-    """Messages of the user's and the assistant's in turn."""
+    """Make alternating messages of user and assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -138,7 +138,7 @@ def test_a_stream_is_one_piece():
 
 
 def test_turns_that_no_encoder_writes():
-    """Bytes that are no text, and letters for which there is one token: they stay what was drawn."""
+    """Invalid UTF-8, and letters spelled without their merged token, stay as sampled."""
     drawn = [
         [200, *range(60, 66), END],
         [*encode(merging_tokenizer(), "o"), *encode(merging_tokenizer(), "ne"), END],
@@ -186,7 +186,7 @@ def test_what_is_asked_for_reaches_the_policy():
     ],
 )
 def test_requests_that_cannot_be_answered(body, what):
-    """They are errors for the agent, after which it may ask something else."""
+    """The agent gets an error and can send another request."""
     policy = policy_of(["two"])
     agent, answers = asking({"messages": user("one"), **body}, {"messages": user("one")})
     assert run(policy, agent) is True
@@ -204,7 +204,7 @@ def test_requests_that_cannot_be_answered(body, what):
     ],
 )
 def test_history_must_extend_what_was_sampled(again, what):
-    """Whatever the agent makes of the error, nobody knows what the policy would have said."""
+    """The episode fails even if the agent catches the error: the policy's own continuation is unknown."""
     policy = policy_of(["two", "one"])
     agent, answers = asking({"messages": user("one")}, {"messages": again})
     with pytest.raises(RuntimeError) as error:
@@ -244,7 +244,7 @@ def test_one_request_at_a_time():
 
     with pytest.raises(RuntimeError, match="is answering another request"):
         run(policy, agent)
-    assert len(policy.said) == 1  # what was being answered is a turn all the same
+    assert len(policy.said) == 1  # the request that was being answered is still a turn
 
 
 def test_strangers_are_not_let_in():
@@ -283,7 +283,7 @@ def test_no_turn_left_is_truncated_unless_the_agent_goes_on():
 
 
 def test_who_asks_again_without_a_turn_left_gets_the_same_error():
-    """As a client that tries again does. It is the policy that used up its turns: the response counts."""
+    """Clients retry. The policy used up its turns, so the response counts."""
     one, two = {"messages": user("one")}, {"messages": user("one", "two", "one")}
     agent, answers = asking(one, two, two, {"messages": user("one", "two", "an")})
     assert run(policy_of(["two"]), agent) is True
@@ -307,7 +307,7 @@ def test_an_agent_that_does_nothing_or_fails():
         run(policy_of([]), fails)
 
     async def waits_while_the_loop_stands_still(*_: Any) -> bool:
-        asyncio.get_running_loop().call_soon(time.sleep, 1.5)  # as while engines are started again
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)  # as while engines restart
         await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
         return True
@@ -364,7 +364,7 @@ def test_an_abort_ends_the_agent():
 
 
 def test_an_agent_is_ended_though_its_request_is_never_answered():
-    """As where an error has ended the rollout: no engine draws any more."""
+    """For example if an error has ended the rollout, so that the engine stops generating."""
     policy, asked = policy_of([]), asyncio.Event()
 
     async def generate(**_: Any) -> None:
@@ -406,7 +406,7 @@ def test_an_agent_that_differs_when_it_is_run_again_goes_on_anew():
 
 
 def test_an_agent_that_wants_less_when_it_is_run_again_gets_what_there_is():
-    """There is nothing to go on with, for an engine that is to write at least one token."""
+    """The prefix already has that length, and an engine must generate at least one token."""
     policy = policy_of([])
     tokens = encode(policy.tokenizer, "an one two")
     begun = TokenData(tokens, [-1.0] * len(tokens), "abort", [3] * len(tokens))

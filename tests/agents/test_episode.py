@@ -1,4 +1,4 @@
-"""Episodes that do what they should not: the response is not graded, and the rollout goes on."""
+"""Misbehaving episodes: their responses are ungraded and the rollout continues, or the run ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def returns_a_list(prompt: Prompt, policy: Policy) -> Any:
 
 
 async def says_what_no_message_holds(prompt: Prompt, policy: Policy) -> Any:
-    """A number as its answer; and half of a surrogate pair, which JSON can spell."""
+    """Return a number as the answer, or half of a surrogate pair, which JSON can spell."""
     await policy.generate()
     return Verdict(False, "\ud83d" * 2000, "\udfff") if prompt.uid else (True, 42)
 
@@ -73,7 +73,7 @@ async def raises_in_a_group(prompt: Prompt, policy: Policy) -> None:
 
 
 async def without_room_in_a_group(prompt: Prompt, policy: Policy) -> None:
-    """Truncated, which is for the verifier to judge."""
+    """Run out of tokens: the response is truncated, and the verifier grades it."""
     await policy.generate(max_tokens=2)
     policy.observe([5] * 30)
     async with asyncio.TaskGroup() as group:
@@ -81,7 +81,7 @@ async def without_room_in_a_group(prompt: Prompt, policy: Policy) -> None:
 
 
 class Stop(BaseException):
-    """What an `except Exception` does not catch."""
+    """An exception that `except Exception` does not catch."""
 
 
 async def exits(prompt: Prompt, policy: Policy) -> None:
@@ -110,7 +110,7 @@ async def ends_at_once() -> None:
 
 
 async def leaves_tasks_behind(prompt: Prompt, policy: Policy) -> bool:
-    """One of which has another, and one asks for a turn that would be written behind the end."""
+    """Leave tasks: one created another task, one requests a turn after the end of the episode."""
 
     async def another() -> None:
         asyncio.create_task(poll(policy))  # noqa: RUF006
@@ -144,7 +144,7 @@ async def stays_while_another_fails(prompt: Prompt, policy: Policy) -> None:
 
 
 async def stays_in_a_call(prompt: Prompt, policy: Policy) -> float:
-    """Where it is not needed: the first two prompts are enough."""
+    """Hang in a tool call, except for the first two prompts, which are enough for the step."""
     await policy.generate()
     if prompt.uid >= 2:
         await policy.call(stays)
@@ -156,7 +156,9 @@ TOGETHER: list[asyncio.Barrier] = []
 
 
 async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
-    """What that is nobody knows. The first two prompts are enough, once the others wait."""
+    """Wait for an unknown event, except for the first two prompts, which are enough for the step.
+
+    Those two end once the others wait."""
     await policy.generate()
     if prompt.uid >= 2:
         WAIT.append(policy.seed)
@@ -167,7 +169,7 @@ async def waits_for_something_else(prompt: Prompt, policy: Policy) -> float:
 
 
 async def is_graded_late(prompt: Prompt, policy: Policy) -> float:
-    """The first two prompts are graded together; what is graded behind them takes long."""
+    """End the first two prompts together, and the others once verification has started, which takes long."""
     await policy.generate()
     if prompt.uid < 2:
         await TOGETHER[0].wait()
@@ -213,7 +215,7 @@ async def one_turn_behind_nine(prompt: Prompt, policy: Policy) -> bool:
 
 
 async def asks_from_a_thread(prompt: Prompt, policy: Policy) -> bool:
-    """As a client does that knows no coroutines: the thread is held until the engine has answered."""
+    """Block a thread until the engine answers, like a client without coroutines."""
     loop = asyncio.get_running_loop()
 
     def ask() -> bool:
@@ -223,7 +225,7 @@ async def asks_from_a_thread(prompt: Prompt, policy: Policy) -> bool:
 
 
 def hold(what: str) -> None:
-    """Hold the loop until that was said."""
+    """Block the event loop until stderr contains `what`."""
     end = time.monotonic() + 60
     while what not in getattr(sys.stderr, "getvalue", str)():
         assert time.monotonic() < end, f"nobody has said {what!r} within 60 s"
@@ -264,7 +266,7 @@ class Ungraded(Broken):
         raise ConnectionError("closed")
 """
 
-# All groups are taken, and twice as many begun.
+# All groups are accepted, and twice the needed number is started.
 DYNAMIC = {"enabled": True, "by": "score", "max_batches": 4, "oversample": 2.0}
 
 
@@ -285,10 +287,10 @@ def drawn(
     turns: dict[str, Any] | None = None,
     **sections: Any,
 ) -> list[Any]:
-    """The responses of a step, all of which may be ungraded."""
+    """Return the responses of a step; all of them may be ungraded."""
     rollout = {"prompts": 2, "group_size": 2, "max_response_tokens": 8, "turns": turns or {}}
     if engine_class is OutOfOrder:
-        rollout["engine"] = "sglang"  # whose continuous batching it stands for
+        rollout["engine"] = "sglang"  # OutOfOrder stands for its continuous batching
     settings: dict[str, Any] = {"reward": {"max_ungraded": 1.0}, **sections}
     settings["rollout"] = rollout | {"episode": f"{__name__}:{episode}"} | sections.get("rollout", {})
     config = Config(recipe="grpo", run_dir="runs/x", steps=1, model={"path": folder}, **settings)
@@ -361,7 +363,7 @@ def test_the_run_ends_where_too_many_are_not_graded(folder: Path) -> None:
 def test_terms_that_fail_count_where_an_episode_judges_itself(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graded: bool
 ) -> None:
-    """As where the verifier does: nobody has graded, or it is wrong where the answer has brought it about."""
+    """The response is ungraded, or wrong if it caused the failure itself, as with a verifier."""
     failed = Verdict(False, error="reward.terms.brevity: what happened", graded=graded)
     monkeypatch.setattr(Right, "verify", lambda _, items: [failed for _ in items])
     terms = {"brevity": {"function": "m:f", "weight": 1.0}}
@@ -422,8 +424,8 @@ def test_what_waits_for_something_of_its_own_is_ended_with_the_rollout(folder: P
 def test_environments_are_forgotten_with_their_episodes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    """But of those that go on in a later rollout."""
-    gc.collect()  # the episodes that other tests have left are none of this one's
+    """Episodes that continue in a later rollout keep their environment."""
+    gc.collect()  # remove the episodes of earlier tests
     WAIT.clear()
     forgotten: list[int] = []
     monkeypatch.setattr(ToolPool, "forget", lambda _, key: forgotten.append(key))
@@ -461,7 +463,7 @@ def test_a_turn_that_was_taken_back_was_never_written(folder: Path) -> None:
 
 
 def test_threads_that_wait_for_the_engine_do_not_keep_it_from_answering(folder: Path) -> None:
-    """More of them than a loop has for `asyncio.to_thread`."""
+    """34 threads wait, more than a loop has for `asyncio.to_thread`."""
     responses = drawn(folder, "asks_from_a_thread", OutOfOrder, rollout={"group_size": 17})
     assert len(responses) == 34 and all(response.correct for response in responses)
 
@@ -491,7 +493,7 @@ def test_an_episode_is_a_coroutine(episode: str) -> None:
 def test_ctrl_c_leaves_nothing_that_speaks_later(
     folder: Path, within: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a rollout has begun is ended while its connections are there."""
+    """A rollout ends its tasks before its connections close."""
     said: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
 
@@ -503,7 +505,7 @@ def test_ctrl_c_leaves_nothing_that_speaks_later(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        # The test's engine decodes within the loop, which a busy machine may take seconds for.
+        # The test's engine decodes inside the event loop, which may take seconds on a busy machine.
         drawn(folder, "waits_for_something_else", Interrupted, turns={"hold": 600.0})
     gc.collect()
     assert not said and capfd.readouterr().err == ""
@@ -523,7 +525,7 @@ def test_a_tools_own_timeout_is_not_the_limit() -> None:
 
 
 def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
-    """It had come to its second turn, and waits for something of its own before that."""
+    """The first run had two turns; the second is aborted after one or both of them."""
     script, prompt = ["one", "two"], prompt_of([5])
     first = ScriptedPolicy(prompt, merging_tokenizer(), script)
 
@@ -544,7 +546,7 @@ def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
 
 
 def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
-    """Up to its own limit, of which what was shown is no part."""
+    """It continues up to its token limit, which excludes the observed tokens."""
 
     class Client:
         async def generate(
@@ -575,7 +577,7 @@ def test_a_first_turn_goes_on_behind_what_was_shown_before_it() -> None:
 @pytest.mark.parametrize("lenient", [False, True])
 @pytest.mark.parametrize("shown", [[7, 8], [7, 8, 9, 20], [7, 9, 9]])
 def test_an_earlier_turn_is_not_replayed_after_another_observation(shown: list[int], lenient: bool) -> None:
-    """A shorter or longer observation with the same first tokens is another one, too."""
+    """An observation with the same first tokens but another length is a different one."""
 
     class Client:
         async def generate(self, *_: Any, **__: Any) -> TokenData:
@@ -602,7 +604,7 @@ def test_an_earlier_turn_is_not_replayed_after_another_observation(shown: list[i
 
 @pytest.mark.parametrize("aborted_again", [False, True])
 def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool) -> None:
-    """By an engine that looks for it in what it writes itself, as SGLang does."""
+    """Like SGLang, the stub engine searches for stop texts only in the tokens that it generates itself."""
     tokenizer = merging_tokenizer()
     whole = encode(tokenizer, "a b STOP and on and on")
     end = len(encode(tokenizer, "a b STOP"))
@@ -637,7 +639,7 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
 
 
 def test_a_rows_own_columns_hide_nothing() -> None:
-    """`extra_info` of GSM8K as verl makes it has the question without its instruction, and the solution."""
+    """`extra_info` of GSM8K as made by verl has the question without its instruction, and the solution."""
     extra = {"answer": "6 - 2 = 4\n#### 4", "question": "How many?", "index": 3}
     row = make_row(Prompt(7, "text", (1,), "4", "gsm8k", extra, "How many? Think.", ""))
     assert row == {"uid": 7, "prompt": "text", "question": "How many? Think.", "answer": "4", "index": 3,
@@ -645,7 +647,7 @@ def test_a_rows_own_columns_hide_nothing() -> None:
 
 
 def test_who_waits_is_not_seated() -> None:
-    """Of two calls until both have ended; in the engine it has a seat, whatever else it waits for."""
+    """An episode is out of the engine while any of its two calls runs, except during a generation."""
     seen: list[tuple[str, bool]] = []
     opened = asyncio.Event()
 

@@ -1,5 +1,4 @@
-"""Tools of real MCP servers, over their pipes and over HTTP: what they say, and what happens where they hang,
-die or are not there."""
+"""Tools of real MCP servers over pipes and HTTP: results, and servers that hang, die or are missing."""
 
 from __future__ import annotations
 
@@ -83,10 +82,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def call(server: str, *calls: tuple[str, dict[str, Any]], **settings: Any) -> list[Result[str]]:
-    """Call tools, one after the other, in one pool of one process."""
+    """Call tools one after the other in a pool of one process."""
 
     async def job() -> list[Result[str]]:
-        # The servers lie in temporary folders, and write there for the test.
+        # The servers are in temporary folders and write there for the test, so the sandbox is off.
         pool = ToolPool(**{"workers": 1, "seconds": 60.0, "sandbox": "off", **settings})
         try:
             return [await pool.call(f"{server}#{name}", [], given) for name, given in calls]
@@ -115,7 +114,7 @@ def wait_until_gone(pid: int) -> None:
 
 @pytest.mark.slow
 def test_what_a_server_says(server: str) -> None:
-    """Its tools' schemas and results; its errors are the policy's to read."""
+    """Check schemas and results of its tools; its errors are graded results that the policy reads."""
     found = schemas([server])
     assert list(found) == [f"{server}#{name}" for name in ("price", "misbehave", "large", "picture", "pid")]
     told = found[f"{server}#price"]["function"]
@@ -154,7 +153,7 @@ def test_what_a_server_says(server: str) -> None:
     ],
 )
 def test_servers_that_misbehave(server: str, tmp_path: Path, how: str, expected: Result[str]) -> None:
-    """They are started again, once for this call and then for others, and none is left behind."""
+    """A failed call is tried once more with a new server; later calls work, and no process is left."""
     file = tmp_path / "pids"
     limit = 3.0 if how == "hang" else 60.0
     found, after = call(
@@ -175,7 +174,7 @@ def test_a_server_that_was_killed_between_calls(server: str) -> None:
         assert first.value
         os.kill(int(first.value), signal.SIGKILL)
         second = await pool.call(f"{server}#pid")
-        for process in pool.pids:  # what its parent's death does to a server
+        for process in pool.pids:  # kills the server's parent
             os.kill(process, signal.SIGKILL)
         pool.close()
         await asyncio.sleep(0)
@@ -199,7 +198,7 @@ def test_a_server_that_was_killed_between_calls(server: str) -> None:
     ],
 )
 def test_what_is_no_server(entry: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before the run one line; in it nobody is to blame."""
+    """Before the run it is a one-line error; during the run the call is ungraded."""
     with pytest.raises(ConfigError) as caught:
         schemas([entry])
     assert str(caught.value).startswith(f"rollout.tools: {entry}: {why}") and "\n" not in str(caught.value)
@@ -240,7 +239,7 @@ def price(fruit: str) -> int:
     ],
 )
 def test_parts_of_a_result(block: dict[str, Any], shown: str) -> None:
-    """A text without a letter is one, too."""
+    """An empty text is a part too."""
     assert mcp_tools._text(SimpleNamespace(**block)) == shown
 
 
@@ -277,7 +276,7 @@ def test_an_episode_calls_them(server: str) -> None:
 
 @pytest.fixture
 def over_http(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
-    """The same server at an address, in a thread; and what stops it."""
+    """Serve the same tools at an address, in a thread; yield the entry and a function that stops it."""
     import uvicorn
 
     module: dict[str, Any] = {"__name__": "server"}
@@ -300,7 +299,7 @@ def over_http(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 
 @pytest.mark.slow
 def test_over_http(over_http: tuple[str, Any]) -> None:
-    """As over pipes; a server that stops in the middle is nobody's fault."""
+    """Results are as over pipes; a call after the server has stopped is ungraded."""
     url, stop = over_http
     assert f"{url}#price" in schemas([url])
 

@@ -32,7 +32,7 @@ print("imported:", [name for name in sys.modules if name.startswith("megarl.agen
 
 @pytest.mark.slow
 def test_the_vapo_demo_never_imports_agents(tmp_path: Path) -> None:
-    """Neither the checks before the run, nor its rollouts, nor its training and export."""
+    """Checks before the run, rollouts, training and export all work without it."""
     command = [sys.executable, "-c", RUN, ROOT / "configs/demos/vapo.yaml", tmp_path]
     ran = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False

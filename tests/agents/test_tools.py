@@ -1,5 +1,6 @@
-"""Tools and environments in real processes: what hangs, dies or is killed costs its own job at most, and an
-environment that is replayed is the one that went on."""
+"""Tools and environments in real processes.
+
+A call that hangs, dies or is killed affects at most itself. A replayed environment equals a continued one."""
 
 from __future__ import annotations
 
@@ -224,10 +225,10 @@ M = "tool_test_module"
 
 
 def run(job: Callable[[ToolPool], Awaitable[T]], **settings: Any) -> T:
-    """Do something with a pool in a loop of its own."""
+    """Run `job` with a pool in a new event loop."""
 
     async def whole() -> T:
-        # Most of these tools write files for the test, and name their processes.
+        # Most of these tools write files for the test and report their pids, so the sandbox is off.
         pool = ToolPool(**{"workers": 1, "seconds": 60.0, "sandbox": "off", **settings})
         try:
             return await job(pool)
@@ -291,7 +292,7 @@ def test_large_results_are_cut_where_they_arise() -> None:
         assert len(pool.pids) == 1
         return found
 
-    # What is longer than the pool's limit for a message would be an error.
+    # A result longer than the pool's message limit would be an error.
     text, raw, error, wide, numbers, fits = run(job, observation_bytes=1001)
     mark = "\n[cut at 1001 bytes]"
     kept = 1001 - len(mark)
@@ -315,7 +316,7 @@ def test_observations_are_what_utf_8_holds(value: str | bytes, size: int) -> Non
         assert found.endswith(mark) and len(whole.encode()) > size
         kept = found.removesuffix(mark)
         assert whole.startswith(kept) and len(kept.encode()) <= max(0, size - len(mark))
-        assert len(whole[: len(kept) + 1].encode()) > size - len(mark)  # no character fewer than fit
+        assert len(whole[: len(kept) + 1].encode()) > size - len(mark)  # the cut is as late as possible
     else:
         assert len(found.encode()) <= size
 
@@ -331,7 +332,7 @@ def test_observations_are_what_utf_8_holds(value: str | bytes, size: int) -> Non
     ],
 )
 def test_what_counts_the_second_time_only(tmp_path: Path, how: str, error: str, graded: bool) -> None:
-    """Both tries in processes of their own, and the seat is free afterwards."""
+    """Two separate processes try the call, and the slot is free afterwards."""
 
     async def job(pool: ToolPool) -> tuple[Result[str], ...]:
         mended = await pool.call(f"{M}:once", [str(tmp_path / how), how])
@@ -348,7 +349,7 @@ def test_what_counts_the_second_time_only(tmp_path: Path, how: str, error: str, 
 
 
 def test_killed_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """A process is killed from outside while it works: the same answers, from another."""
+    """Another process gives the same answers if the first is killed from outside during a step."""
     said, file = ["a", "bc", "wait", "d"], tmp_path / "pid"
 
     async def job(pool: ToolPool, kill: bool) -> list[Any]:
@@ -389,7 +390,7 @@ def test_what_a_tool_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_tool_and_what_it_started_end_when_their_rank_is_killed(tmp_path: Path) -> None:
-    """By themselves, long before the call's own limit."""
+    """Both end by themselves, long before the call's time limit."""
     code = (
         "import asyncio, sys\n"
         "from megarl.agents.tools import ToolPool\n"
@@ -432,8 +433,9 @@ def test_the_queue_keeps_its_order() -> None:
 
 
 def test_seats(tmp_path: Path) -> None:
-    """At most `workers` jobs at once; who is cancelled in the queue is passed over, who is
-    cancelled in a process leaves it to others."""
+    """At most `workers` jobs run at once.
+
+    A cancelled job is skipped in the queue; in a process, it leaves the slot to others."""
 
     async def job(pool: ToolPool) -> None:
         await asyncio.gather(*(pool.call(f"{M}:pid", [0.2]) for _ in range(2)))
@@ -449,7 +451,7 @@ def test_seats(tmp_path: Path) -> None:
         assert [one.running for one in pool.waiting] == [True] * 2 + [False] * 6
         assert {one.what for one in pool.waiting} == {f"{M}:pid"}
         assert pool.oldest == f"{M}:pid in a process, for 0 s"
-        for number in (0, 3, 4):  # one that a process has, two that wait
+        for number in (0, 3, 4):  # one running, two waiting
             jobs[number].cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
         assert sorted(ended) == [1, 2, 5, 6, 7]
@@ -461,7 +463,7 @@ def test_seats(tmp_path: Path) -> None:
             one.cancel()
         after = await asyncio.gather(*(pool.call(f"{M}:add", [n, n]) for n in range(6)))
         assert [one.value for one in after] == [str(2 * n) for n in range(6)]
-        assert not before & set(pool.pids)  # were killed at the limit, and their jobs not tried again
+        assert not before & set(pool.pids)  # killed at the time limit; their cancelled jobs are not retried
         assert [len(file.read_text().split()) for file in files] == [1, 1]
 
     run(job, workers=2, seconds=2.0)
@@ -487,7 +489,7 @@ def test_cancelled_as_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loop_that_ends_takes_its_jobs_with_it() -> None:
-    """Behind `close` another may go on."""
+    """After `close`, another event loop can use the pool."""
     pool = ToolPool(workers=1, seconds=60, sandbox="off")
 
     async def leaves() -> None:
@@ -503,7 +505,7 @@ def test_a_loop_that_ends_takes_its_jobs_with_it() -> None:
 
 
 def test_a_loop_that_rests_between_jobs() -> None:
-    """As a rollout rank's loop does: processes stay."""
+    """Processes survive while the event loop does not run, as in a rollout rank."""
     loop, pool = asyncio.new_event_loop(), ToolPool(workers=1, seconds=60, sandbox="off")
     pids = [loop.run_until_complete(pool.call(f"{M}:pid")).value for _ in range(2)]
     assert pids[0] == pids[1]
@@ -520,8 +522,7 @@ TEXTS = st.lists(st.sampled_from(["", "a", "bb", "\ud800", "é\x00", "word " * 9
 
 
 def test_replay_is_going_on() -> None:
-    """The environment in this process, gone on with by hand; in a pool step by step; and where every step
-    finds a process that never saw the episode."""
+    """Steps of a continued episode equal those of processes that never saw it and replay it."""
     loop = asyncio.new_event_loop()
     going = ToolPool(workers=1, seconds=60, environment=f"{M}:Walk", sandbox="off")
     fresh = ToolPool(workers=1, seconds=60, environment=f"{M}:Walk", sandbox="off")
@@ -534,10 +535,10 @@ def test_replay_is_going_on() -> None:
             assert step.error is None and step.value is not None
             again = await fresh.step(next(keys), row, seed, said[:n])
             assert again == step
-            await going.call(f"{M}:draw")  # what others do in between changes nothing
-            assert await going.step(key, row, seed, said[:n]) == step  # asked once more
+            await going.call(f"{M}:draw")  # other calls in between change nothing
+            assert await going.step(key, row, seed, said[:n]) == step  # repeated request
         assert await going.verdict(key, row, seed, said) == await fresh.verdict(next(keys), row, seed, said)
-        for other in (seed + 1, seed):  # the same number, of another episode, from its middle
+        for other in (seed + 1, seed):  # the same key for another episode, from its middle
             other_said = [*said[:-1], "other"]
             expected = await fresh.step(next(keys), row, other, other_said)
             assert await going.step(key, row, other, other_said) == expected
@@ -557,7 +558,7 @@ def test_replay_is_going_on() -> None:
 
 
 def test_any_number_of_processes_gives_the_same() -> None:
-    """Episodes that go on at the same time, tools and environments mixed."""
+    """Concurrent episodes mix tools and environments."""
 
     async def episode(pool: ToolPool, key: int) -> list[Any]:
         rng, said, found = random.Random(key), list[str](), list[Any]()
@@ -578,8 +579,7 @@ def test_any_number_of_processes_gives_the_same() -> None:
 
 
 def test_an_environment_goes_on_where_it_is_kept(tmp_path: Path) -> None:
-    """Each step is done once, however many processes there are and however busy; a state spares the replay
-    where the process was killed."""
+    """Each step runs once, with idle or busy processes; after a kill, a saved state replaces the replay."""
     file = tmp_path / "steps"
 
     async def job(pool: ToolPool) -> list[Result[Answer]]:
@@ -625,19 +625,19 @@ def test_an_environment_goes_on_where_it_is_kept(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_moves_leaves_nothing_behind(tmp_path: Path) -> None:
-    """It may have a session at a server: it ends in the process that it has left, too."""
+    """It may have a session at a server, so it also ends in the process that it left."""
     file = tmp_path / "ended"
 
     async def job(pool: ToolPool) -> None:
         row = {"file": str(file)}
         await pool.step(1, row, 1, [])
         (first,) = pool.pids
-        busy = asyncio.create_task(pool.call(f"{M}:pid", [1.0]))  # in the process that runs
+        busy = asyncio.create_task(pool.call(f"{M}:pid", [1.0]))  # occupies the only process
         await until(lambda: len(pool.waiting) == 1 and pool.waiting[0].running)
         await pool.step(1, row, 1, ["a"])
         assert (await busy).value == str(first) and len(pool.pids) == 2
-        await pool.step(1, row, 1, ["a", "b"])  # where it is now
-        assert (await pool.call(f"{M}:pid")).value == str(first)  # which has read what came before
+        await pool.step(1, row, 1, ["a", "b"])  # in its new process
+        assert (await pool.call(f"{M}:pid")).value == str(first)  # it has handled all earlier messages
         assert file.read_text().split() == [str(first)]
 
     run(job, workers=2, environment=f"{M}:Mortal")
@@ -656,7 +656,7 @@ def test_an_environment_that_moves_leaves_nothing_behind(tmp_path: Path) -> None
     ],
 )
 def test_environments_that_fail(text: str, error: str, graded: bool) -> None:
-    """In the middle of an episode; the others, and this one up to there, go on."""
+    """The step fails, and the episode can still be replayed up to the step before."""
 
     async def job(pool: ToolPool) -> tuple[Any, ...]:
         before = await pool.step(1, {}, 1, ["a"])
@@ -679,7 +679,7 @@ def test_environments_that_hang_or_die(text: str, error: str) -> None:
 
 
 def test_a_replay_of_many_slow_steps_is_no_timeout() -> None:
-    """The limit is of each step."""
+    """The time limit applies to each step."""
 
     async def job(pool: ToolPool) -> tuple[Any, ...]:
         slow = ["slow"] * 5

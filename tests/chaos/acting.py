@@ -1,5 +1,6 @@
-"""What acts in runs with an untrained model: an episode that calls a tool, and an environment. Both take some
-milliseconds, so that they can be met at work."""
+"""An episode that calls a tool, and an environment, for runs with an untrained model.
+
+Both work for some milliseconds, so that a fault can hit them at work."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def weigh(text: str) -> int:
 
 
 async def ask(prompt: Prompt, policy: Policy) -> None:
-    """Have what the policy writes weighed, show it the weight, and let it go on; twice."""
+    """Weigh the policy's text, show it the weight and let it continue; twice."""
     for _ in range(2):
         turn = await policy.generate(max_tokens=5)
         policy.observe(f" {await policy.call(weigh, turn.text)} ")
@@ -29,7 +30,7 @@ async def ask(prompt: Prompt, policy: Policy) -> None:
 
 
 class Scales:
-    """Shows the weight of what was said, and rewards it, until three things are weighed."""
+    """Show the sum of the weights of all texts, and reward each text, until three are weighed."""
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
         self.weights = [seed % 50]

@@ -1,4 +1,4 @@
-"""The faults of the table."""
+"""The faults that are injected, one per row of the table."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megarl.schedule.watchdog import WIDTH
 from tests.chaos.harness import STEPS, TEXTS, Fault, Job, kill
 
 KILLED = 137
-SOON = 60.0  # seconds: torch's launcher gives the other ranks 30 to end
-TIME_LIMIT = 90.0  # seconds of a whole job; the imports alone may take ten
-LONGEST = 64 * 2**20  # bytes of a file that a rank may write: none of theirs is as long by itself
-VERIFIERS, TOOLS = "megarl.rewards.pool", "megarl.agents.tools"  # in the command of such a process
+SOON = 60.0  # seconds; torch's launcher gives the other ranks 30 s to end
+TIME_LIMIT = 90.0  # seconds for a whole job; imports alone may take 10 s
+LONGEST = 64 * 2**20  # bytes that a rank may write to a file; no file reaches it by itself
+VERIFIERS, TOOLS = "megarl.rewards.pool", "megarl.agents.tools"  # part of such a process's command
 FORWARD_AND_UPDATE = ("old_logprobs", "values", "critic_update", "actor_update")
 
 
 def kill_in(
     phase: str, *, stage: str = "train", step: int = 2, rank: int | None = None
 ) -> Callable[[Job], None]:
-    """kill -9 of a rank, by default drawn at random, once it is in the phase."""
+    """Kill (-9) a rank, by default a random one, once it is in the phase."""
 
     def inject(job: Job) -> None:
         victim = random.randrange(2) if rank is None else rank
@@ -43,14 +43,14 @@ def kill_in(
 
 
 def kill_while_judging(job: Job) -> None:
-    """kill -9 of a rank whose verifiers are at work."""
+    """Kill (-9) a rank whose verifiers are at work."""
     job.until_phase("rollout")
     at_work(job, VERIFIERS)
     kill(job.pid(1))
 
 
 def at_work(job: Job, module: str, rank: int | None = None) -> list[psutil.Process]:
-    """The limited processes of a rank, or of all, once one of them is at work."""
+    """Return the limited processes of a rank, or of all ranks, once one of them is at work."""
     found: list[psutil.Process] = []
 
     def busy() -> bool:
@@ -62,7 +62,7 @@ def at_work(job: Job, module: str, rank: int | None = None) -> list[psutil.Proce
 
 
 def kill_in_a_call(rank: int | None = None) -> Callable[[Job], None]:
-    """kill -9 of a rank, by default drawn at random, in the middle of a tool's call."""
+    """Kill (-9) a rank, by default a random one, in the middle of a tool's call."""
 
     def inject(job: Job) -> None:
         victim = random.randrange(2) if rank is None else rank
@@ -74,8 +74,9 @@ def kill_in_a_call(rank: int | None = None) -> Callable[[Job], None]:
 
 
 def keep_down(job: Job) -> None:
-    """kill -9 of a rank's only process for environments, and of those that are started in its place for one
-    job, while they start, until it is given up."""
+    """Kill (-9) rank 1's only environment process, and its replacements while they start.
+
+    They are killed until the pool gives up."""
     job.until_phase("rollout")
     killed: set[int] = set()
 
@@ -90,7 +91,7 @@ def keep_down(job: Job) -> None:
 
 
 def kill_while_writing(job: Job) -> None:
-    """kill -9 of a rank while a checkpoint is half written."""
+    """Kill (-9) a rank while a checkpoint is half written."""
     checkpoints = job.config.run_dir / "checkpoints"
     job.until_phase("rollout", step=2, rank=0)
     job.until("a checkpoint being written", lambda: any(checkpoints.glob(".step-*.partial")))
@@ -109,7 +110,7 @@ def kill_launcher_ahead(job: Job) -> None:
 
 
 def each(module: str, number: signal.Signals) -> Callable[[Job], None]:
-    """A signal to every process of a kind, one of which is at work."""
+    """Send a signal to every process of a kind once one of them is at work."""
 
     def inject(job: Job) -> None:
         job.until_phase("rollout")
@@ -119,7 +120,7 @@ def each(module: str, number: signal.Signals) -> Callable[[Job], None]:
     return inject
 
 
-TRAINER, ENGINE = 0, 1  # ranks of a run that is ahead
+TRAINER, ENGINE = 0, 1  # ranks of an off-policy run
 AHEAD = (
     *((TRAINER, phase) for phase in ("rollout", *FORWARD_AND_UPDATE, "weight_transfer", "evaluation")),
     *((ENGINE, phase) for phase in ("rollout", "weight_transfer", "evaluation", "wait for orders")),
@@ -127,7 +128,7 @@ AHEAD = (
 
 
 def tell(number: signal.Signals) -> Callable[[Job], None]:
-    """A signal to the launcher, in the midst of a step."""
+    """Send a signal to the launcher in the middle of a step."""
 
     def inject(job: Job) -> None:
         job.until_phase("values", rank=0)
@@ -142,7 +143,7 @@ def stop_rank(job: Job) -> None:
 
 
 def outlast_the_time_limit(job: Job) -> None:
-    """Both ranks stand still in the midst of a step until the time limit has passed."""
+    """Stop both ranks in the middle of a step until the time limit has passed."""
     job.until_phase("values", step=1)
     limit = psutil.Process(job.process.pid).create_time() + TIME_LIMIT
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -153,7 +154,7 @@ def outlast_the_time_limit(job: Job) -> None:
 
 
 def second_start(stage: str, step: int, phase: str) -> Callable[[Job], None]:
-    """The same command again while the ranks are in a phase, in which they are held that long."""
+    """Run the same command again while both ranks are stopped in a phase."""
 
     def inject(job: Job) -> None:
         job.until_phase(phase, stage=stage, step=step)
@@ -172,7 +173,7 @@ def second_start(stage: str, step: int, phase: str) -> Callable[[Job], None]:
 
 
 def kill_and_start_at_once(job: Job) -> None:
-    """kill -9 of the launcher, and the same command before anybody has looked whether its ranks are gone."""
+    """Kill (-9) the launcher and run the same command again at once, while its ranks may still exist."""
     job.until_phase("actor_update")
     kill(job.process.pid)
     code, said = job.second()
@@ -180,8 +181,7 @@ def kill_and_start_at_once(job: Job) -> None:
 
 
 def stop_and_take_over(job: Job) -> None:
-    """All processes stand still until their folder was taken over, and wake up when another has trained
-    there to the end."""
+    """Stop all processes, let another command take over and finish the run, then wake them."""
     job.until_phase("actor_update")
     processes = [psutil.Process(job.process.pid), *(psutil.Process(job.pid(rank)) for rank in range(2))]
     for process in processes:
@@ -202,15 +202,17 @@ def stop_and_take_over(job: Job) -> None:
 
 
 def disk_full(job: Job) -> None:
-    """No file of one rank may grow any more, as on a disk that is full: its timeline can, its next checkpoint
-    cannot be done without."""
+    """Limit the size of one rank's files, like a full disk.
+
+    The rank can do without its timeline, but not without its next checkpoint."""
     job.until_phase("old_logprobs")
     resource.prlimit(job.pid(1), resource.RLIMIT_FSIZE, (4096, 4096))
 
 
 def no_rollouts(stage: str) -> Callable[[Job], None]:
-    """One rank may write files of some heartbeats' size only: of what it cannot do without, its part of a
-    rollout is the first."""
+    """Limit the size of one rank's files to a few heartbeats.
+
+    The first file that fails and that the run needs is the rank's part of a rollout."""
 
     def inject(job: Job) -> None:
         job.until_phase("rollout", stage=stage, step=2)
@@ -222,8 +224,10 @@ def no_rollouts(stage: str) -> Callable[[Job], None]:
 def full(
     *files: str, rank: int = 0, phase: str = "old_logprobs", again: bool = False
 ) -> Callable[[Job], Callable[[], None]]:
-    """These files cannot grow any more, all others can: they are made longer (by a hole, which takes no room)
-    than the kernel allows the rank from now on. again: in the next step they can."""
+    """Make these files impossible to extend, while all others can grow.
+
+    They are extended with a hole, which takes no space, to the rank's new limit of file size.
+    again: they can grow again in the next step."""
 
     def inject(job: Job) -> Callable[[], None]:
         job.until_phase(phase, rank=rank)
@@ -256,7 +260,7 @@ def full(
 
 @contextmanager
 def standing(pid: int) -> Iterator[None]:
-    """A process stands still meanwhile."""
+    """Stop a process inside the context."""
     process = psutil.Process(pid)
     process.suspend()
     try:
@@ -268,7 +272,7 @@ def standing(pid: int) -> Iterator[None]:
 
 
 def nowhere(*files: str) -> Callable[[Job], Callable[[], None]]:
-    """What these files are written to is a device on which there is no room."""
+    """Link these files to a device without free space."""
 
     def inject(job: Job) -> Callable[[], None]:
         run = job.config.run_dir
@@ -288,7 +292,7 @@ def nowhere(*files: str) -> Callable[[Job], Callable[[], None]]:
 
 
 def in_the_way(name: str) -> Callable[[Job], Callable[[], None]]:
-    """There is a file where the run needs a folder at its end."""
+    """Put a file where the run needs a folder at its end."""
 
     def inject(job: Job) -> Callable[[], None]:
         job.until_phase("old_logprobs", rank=0)
@@ -301,8 +305,7 @@ def in_the_way(name: str) -> Callable[[Job], Callable[[], None]]:
 
 
 def disk_of_its_own_full(job: Job) -> Callable[[], None]:
-    """The run's folder is a file system of its own, on which suddenly no byte is free, for any rank and any
-    file. Then there is room again."""
+    """Mount a file system on the run's folder and fill it, for every rank and file; undo frees it."""
     run = job.config.run_dir
     run.mkdir(mode=0o700)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=0700", "chaos", str(run)], check=True)
@@ -324,7 +327,7 @@ def disk_of_its_own_full(job: Job) -> Callable[[], None]:
 
 
 def may_mount() -> bool:
-    """Whether this process may mount a file system."""
+    """Return whether this process may mount a file system."""
     with tempfile.TemporaryDirectory() as folder:
         if subprocess.run(["mount", "-t", "tmpfs", "chaos", folder], capture_output=True).returncode:
             return False
@@ -333,7 +336,7 @@ def may_mount() -> bool:
 
 
 def no_folder(job: Job) -> Callable[[], None]:
-    """The checkpoints' folder is not one any more, as when its disk is taken away."""
+    """Replace the checkpoint folder by a file, as if its disk were removed."""
     job.until_phase("old_logprobs")
     folder = job.config.run_dir / "checkpoints"
     away = folder.with_name("away")
@@ -348,7 +351,7 @@ def no_folder(job: Job) -> Callable[[], None]:
 
 
 def damage(how: Callable[[Path], None]) -> Callable[[Job], Callable[[], None]]:
-    """The run is killed, then a file of its newest checkpoint is damaged."""
+    """Kill the run, then damage a file of its newest checkpoint."""
 
     def inject(job: Job) -> Callable[[], None]:
         job.until_phase("actor_update", step=3)
@@ -393,7 +396,7 @@ FAULTS = (
     Fault("kill -9 of the launcher", kill_launcher, (-signal.SIGKILL,), SOON),
     Fault("kill -9 of all verifiers", each(VERIFIERS, signal.SIGKILL), (0,), SOON),
     Fault("reward time-out: all verifiers stopped", each(VERIFIERS, signal.SIGSTOP), (0,), SOON),
-    # The same end as an undisturbed run of this kind.
+    # The end equals that of an undisturbed run of the same kind.
     *(
         Fault(name, inject, (code,), SOON, acting=acting)
         for name, inject, code, acting in (
@@ -487,7 +490,7 @@ FAULTS = (
         said=r"cannot be written: .*No space left on device",
         mounts=True,
     ),
-    # Without these the run goes on. Each says so once.
+    # The run continues without these files. Each is reported once.
     *(
         Fault(
             f"disk full: {', '.join(files)}",
@@ -504,7 +507,7 @@ FAULTS = (
             (("samples.jsonl",), 0, True, {}, ("samples.jsonl",)),
             (("distributions.jsonl",), 0, False, {}, ("distributions.jsonl",)),
             (
-                ("samples.jsonl", "events.jsonl"),  # of the one something is to be written to the other
+                ("samples.jsonl", "events.jsonl"),  # the failure of the first is an event for the second
                 0,
                 False,
                 {},
@@ -524,13 +527,13 @@ FAULTS = (
             for name in ("data.json", "profile", "report.html")
         ),
     ),
-    # Without these it ends.
+    # The run ends without these files.
     *(
         Fault(
             f"disk full: {name}",
             inject,
             (2,),
-            2 * SOON,  # those from the start on: with the imports
+            2 * SOON,  # some fail at the start, so imports count
             lost=lost,
             once=(rf"{name}\S*: cannot be written[: (]+{why}",),
         )
@@ -564,7 +567,7 @@ FAULTS = (
     ),
     Fault("newest checkpoint: a bit flipped", damage(flip_bit), (KILLED,), SOON, lost=2),
     Fault("newest checkpoint: a file deleted", damage(lambda path: path.unlink()), (KILLED,), SOON, lost=2),
-    # The checkpoint of a step is whole once the batches that are in flight are on disk too.
+    # A checkpoint is complete once the batches in flight are on disk too.
     *(
         Fault(
             f"ahead {ahead}, kill -9 of the {('trainer', 'engine')[rank]}: {phase}",

@@ -1,8 +1,7 @@
-"""One tiny run, faults that come from outside, and what becomes of it: how soon it ended, what it left,
-whether the end is the same.
+"""Run a tiny job, inject a fault from outside, and measure the result.
 
-Where a rank is, is read from the run's own heartbeat; what is done to it is done by its process id, or to its
-files.
+The result: when the job ended, which processes it left, and whether a restart reaches the same end. The job's
+own heartbeat shows where a rank is. Faults use process ids and files only.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from tests.commands import Command, run_command, start_python
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-# seconds for any wait: what is promised is said by the fault, this only ends a test that has failed
+# seconds for any wait; only ends a test that has failed, as each fault has its own limit
 LIMIT = 600.0
 OF_THE_CLOCK = ("time/", "inside/", "throughput/", "memory", "rollout/reused")
 STEPS = 4
 TEXTS = ("samples.jsonl", "distributions.jsonl", "evaluations.jsonl")
-SECRET = "d41c0ffee-tracking-key"  # in every run's environment, to be found in none of its files
+SECRET = "d41c0ffee-tracking-key"  # in every run's environment; must be in none of its files
 
 
 def ahead_by(steps: int) -> dict[str, Any]:
-    """The keys of a run whose second rank draws, so many steps ahead of what the first trains on."""
+    """Return the keys of a run whose second rank generates, `steps` ahead of the first rank's training."""
     return {"parallel": {"tp": 1, "rollout_ranks": 1}, "schedule": {"ahead": steps}}
 
 
-# Keys of a run whose responses act, by what they act on.
+# Keys of multi-turn runs, by what the policy interacts with.
 ACTING: dict[str, dict[str, Any]] = {
     "": {},
     "tool": {"episode": "tests.chaos.acting:ask"},
@@ -53,7 +52,7 @@ TURNS = {"turns": {"max_tokens": 40, "seconds": 5, "calls": 1}}
 
 
 def make_config(folder: Path, name: str, **keys: Any) -> Config:
-    """A VAPO run at TP=2 whose every phase takes some milliseconds at least."""
+    """Make a VAPO run at TP=2 in which every phase takes at least some milliseconds."""
     settings: dict[str, Any] = {
         "recipe": "vapo",
         "run_dir": folder / name,
@@ -94,7 +93,7 @@ def make_config(folder: Path, name: str, **keys: Any) -> Config:
 
 
 def prepare(folder: Path) -> None:
-    """Model and data."""
+    """Write the model and the data."""
     make_tiny_model(folder / "model", "qwen3", tied=True)
     rows = [
         json.dumps({"question": f"{a}+{b}=?", "answer": str(a + b)}) + "\n"
@@ -107,10 +106,10 @@ def prepare(folder: Path) -> None:
 
 @dataclass
 class Job:
-    """`megarl train`, its output in a file.
+    """`megarl train`, with its output in a file.
 
-    forked   as in tests/commands.py; else as a user starts it
-    family   every process of the run that was ever seen"""
+    forked   started as in tests/commands.py, otherwise as a user starts it
+    family   every process of the run that was ever observed"""
 
     config: Config
     forked: bool = False
@@ -122,10 +121,10 @@ class Job:
         path.write_text(dump_config(self.config))
         self.log = run.with_suffix(".log")
         self.began = self.log.stat().st_size if self.log.exists() else 0
-        for rank in range(2):  # of the run before, which would look as if it were this one's
+        for rank in range(2):  # heartbeats of an earlier run would look like this one's
             (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
         environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # what is cut off on a full disk, Python 3.11 believes
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # Python 3.11 trusts a .pyc cut off by a full disk
         start = Command if self.forked else start_python
         with open(self.log, "ab") as log:
             self.process = start(
@@ -138,7 +137,7 @@ class Job:
             )
 
     def second(self, *options: str) -> tuple[int, str]:
-        """What becomes of the same command, given while this one is there: exit code and output."""
+        """Run the same command while this one exists; return its exit code and output."""
         found = run_command(
             ["train", str(self.config.run_dir.with_suffix(".yaml")), *options],
             cwd=ROOT,
@@ -148,15 +147,15 @@ class Job:
         return found.returncode, found.stdout + found.stderr
 
     def beat(self, rank: int) -> dict[str, Any]:
-        """Where a rank is, empty before it has said so."""
+        """Read a rank's heartbeat; empty before the first one."""
         return read_beat(self.config.run_dir / "heartbeat", rank) or {}
 
     def output(self) -> str:
-        """What this job has printed so far."""
+        """Return the output of this job so far."""
         return self.log.read_bytes()[self.began :].decode(errors="replace")
 
     def look(self) -> None:
-        """Remembers the processes that are there now."""
+        """Record the processes that exist now."""
         try:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self.family[process.pid] = process
@@ -164,7 +163,7 @@ class Job:
             return
 
     def until(self, what: str, found: Callable[[], bool]) -> None:
-        """Waits for a moment of the run, busily: some last a few milliseconds."""
+        """Wait for a state of the run by busy polling, as some last only a few milliseconds."""
         end = time.monotonic() + LIMIT
         while not found():
             assert self.process.poll() is None, f"the run ended before {what}: {self.output()[-2000:]}"
@@ -172,7 +171,7 @@ class Job:
             time.sleep(0.0005)
 
     def until_phase(self, phase: str, *, rank: int = 1, stage: str = "train", step: int = 2) -> None:
-        """Until `rank` is in `phase` of `step`, or of a later one."""
+        """Wait until `rank` is in `phase` of `step` or of a later step."""
 
         def there() -> bool:
             beat = self.beat(rank)
@@ -185,8 +184,9 @@ class Job:
         return int(self.beat(rank)["pid"])
 
     def processes(self, module: str, rank: int | None = None) -> list[psutil.Process]:
-        """The limited processes of a rank, or of all, that run a module: verifiers, or tools and
-        environments."""
+        """Return the limited processes that run a module, of one rank or of all.
+
+        The module is that of verifiers, or of tools and environments."""
         self.look()
         return [
             process
@@ -195,14 +195,14 @@ class Job:
         ]
 
     def _rank_of(self, process: psutil.Process) -> int | None:
-        """The rank that has started a process."""
+        """Return the rank that started a process."""
         with suppress(psutil.Error):
             parent = process.ppid()
             return next((rank for rank in range(2) if self.beat(rank).get("pid") == parent), None)
         return None
 
     def wait(self) -> int:
-        """The launcher's exit code."""
+        """Wait for the launcher; return its exit code."""
         end = time.monotonic() + LIMIT
         while self.process.poll() is None and time.monotonic() < end:
             self.look()
@@ -212,14 +212,14 @@ class Job:
         return code
 
     def orphans(self) -> int:
-        """Processes of the run that are there some seconds after its launcher has gone."""
+        """Count the processes of the run that still exist 20 s after its launcher ended."""
         end = time.monotonic() + 20.0
         while (left := sum(_lives(process) for process in self.family.values())) and time.monotonic() < end:
             time.sleep(0.1)
         return left
 
     def destroy(self) -> None:
-        """Whatever is left is ended, each by its own id."""
+        """Kill all remaining processes, each by its id."""
         self.look()
         for process in (*self.family.values(), self.process):
             try:
@@ -245,12 +245,20 @@ def _lives(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """inject: brings it about in a job that has just started, and gives what undoes it, if anything must;
-    code: the launcher's exit codes that are right; keys: while it lasts; lost: most whole steps that may be
-    lost besides the interrupted one; said: what the job must say of it; once: what must stand in one line
-    each of what it prints; without: files that lack lines at the end; ahead: the run is `ahead_by` so many
-    steps, None for both ranks doing both; acting: what its responses act on, see ACTING; ungraded: some of
-    them are left out for it, so that the end is another; mounts: whether it needs the right to mount."""
+    """A fault and the promised behaviour of the run.
+
+    inject    causes the fault in a job that has just started; returns a function to undo it, if needed
+    code      allowed exit codes of the launcher
+    limit     seconds until the job must have ended
+    keys      configuration while the fault lasts
+    lost      most whole steps that may be lost in addition to the interrupted one
+    said      pattern that the job's output must contain
+    once      patterns, each of which must match exactly one line of the output
+    without   files that lack lines at the end
+    ahead     steps of `ahead_by`; None: both ranks do both
+    acting    what the policy interacts with, a key of ACTING
+    ungraded  some responses are left out because of the fault, so the end differs
+    mounts    the fault needs the right to mount"""
 
     name: str
     inject: Callable[[Job], Callable[[], None] | None]
@@ -268,18 +276,19 @@ class Fault:
 
     @property
     def of_the_run(self) -> dict[str, Any]:
-        """The keys that the undisturbed run has too."""
+        """Return the keys that the undisturbed run has too."""
         keys: dict[str, Any] = {} if self.ahead is None else ahead_by(self.ahead)
         if self.acting:
-            # How long a call takes decides which responses run together, which in bf16 may change one.
+            # A call's duration decides which responses share a batch, which may change a response in bf16.
             keys |= {"rollout": {**ACTING[self.acting], **TURNS}, "model": {"dtype": "fp32"}}
         return keys
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table. detected: seconds from the fault to the end of the job, None where it went on; lost:
-    whole steps."""
+    """A row of the table.
+
+    detected: seconds from the fault to the end of the job, None if it continued; lost: whole steps."""
 
     fault: str
     detected: float | None
@@ -294,8 +303,7 @@ class Row:
 
 
 def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
-    """Injects the fault into a run of its own, starts that again until it is done, and compares its end with
-    the undisturbed run's."""
+    """Inject the fault into a new run, restart that if it failed, and compare it with the undisturbed run."""
     name = re.sub(r"\W+", "-", fault.name)
     remarks: list[str] = []
     job = Job(make_config(folder, name, **fault.of_the_run, **fault.keys))
@@ -344,14 +352,14 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
 
 
 def _position(job: Job) -> int:
-    """Steps that were begun, those of value pretraining counted too."""
+    """Count the steps that were started, including value pretraining."""
     beat = job.beat(0)
     pretraining = job.config.value_pretraining.steps
     return int(beat.get("step", 0)) + (pretraining if beat.get("stage") == "train" else 0)
 
 
 def _restart(config: Config, worked_at: int) -> tuple[int, list[str]]:
-    """The same command again, to the end: (whole steps that had to be done again, what went wrong)."""
+    """Run the same command to the end; return the number of repeated whole steps, and the errors."""
     job = Job(config, forked=True)
     try:
         code = job.wait()
@@ -369,8 +377,9 @@ def _restart(config: Config, worked_at: int) -> tuple[int, list[str]]:
 
 
 def same_end(one: Path, other: Path, without: tuple[str, ...] = ()) -> bool:
-    """Weights of actor and pretrained critic to the bit, and every number and text that was recorded. Of the
-    files `without` some lines are missing; the others are whole and in their order."""
+    """Compare weights of actor and pretrained critic bitwise, and all recorded numbers and texts.
+
+    Files in `without` lack some lines; their other lines are complete and in order."""
     for part in ("hf", "critic_pretrained"):
         ours, theirs = (load_file(run / part / "model.safetensors") for run in (one, other))
         if ours.keys() != theirs.keys() or not all(
@@ -387,15 +396,16 @@ def same_end(one: Path, other: Path, without: tuple[str, ...] = ()) -> bool:
 
 
 def same_until_ungraded(one: Path, other: Path) -> bool:
-    """The first record that differs is of a step that has left out responses, and says how many."""
+    """Check that the first record that differs is of a step that reports ungraded responses."""
     ours, theirs = records(one), records(other)
     first = next((a for a, b in zip(ours, theirs, strict=True) if a != b), {})
     return first.get("reward/ungraded", 0) > 0
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock says, and without events. Two steps ahead the clock also says
-    during which step a version is transferred."""
+    """Read metrics.jsonl without values that depend on time, and without events.
+
+    With two steps off-policy, the step in which a version is transferred also depends on time."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     ahead = load_config(run_dir / "config.yaml").schedule.ahead
     left_out = (*OF_THE_CLOCK, "events") + (("transfer/",) if ahead == 2 else ())
@@ -403,7 +413,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def undisturbed_run(folder: Path, fault: Fault) -> Path:
-    """The run that nothing happens to, of the fault's kind; made once."""
+    """Return an undisturbed run of the fault's kind, made once."""
     kind = [fault.acting] * bool(fault.acting) + [f"ahead-{fault.ahead}"] * (fault.ahead is not None)
     name = "-".join(["undisturbed", *kind])
     if (folder / name / "hf").exists():

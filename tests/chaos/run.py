@@ -1,5 +1,4 @@
-"""`python -m tests.chaos.run [NAME ...]`: every fault whose name holds one of the texts, and a table of what
-became of the runs."""
+"""`python -m tests.chaos.run [NAME ...]`: inject each fault whose name contains a NAME; print a table."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tests.chaos.harness import Row, measure, prepare, undisturbed_run
 
 
 def main(names: Sequence[str]) -> int:
-    """Prints the table, a row as soon as it is known; 1 if any is not green."""
+    """Print the table row by row; return 1 if any row is not green."""
     chosen = [fault for fault in FAULTS if not names or any(name in fault.name for name in names)]
     if any(fault.mounts for fault in chosen) and not may_mount():
         print("left out, as nothing may be mounted here:", *(fault.name for fault in chosen if fault.mounts))
@@ -35,7 +34,7 @@ def main(names: Sequence[str]) -> int:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     detected = "the run goes on" if row.detected is None else f"{row.detected:.1f} s"
     lost = "nothing" if row.detected is None else f"{row.lost} steps + interrupted"
     verdict = "yes" if row.green else f"NO: {'; '.join(row.remarks) or 'other weights or records'}"

@@ -1,5 +1,7 @@
-"""The part of `make chaos` that is short enough for every change: a run killed in an update and in a tool's
-call, told to leave, given a damaged file, and a disk that is full."""
+"""The part of `make chaos` that is short enough for every change.
+
+Runs are killed in an update, in a tool's call, or when off-policy by one or two steps. Others are asked to
+stop, get a damaged file, or have a full disk."""
 
 from __future__ import annotations
 

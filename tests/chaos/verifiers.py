@@ -1,11 +1,11 @@
-"""A verifier for runs with an untrained model that takes its time, so that it can be met at work."""
+"""A slow verifier for runs with an untrained model, so that a fault can hit it at work."""
 
 import time
 import zlib
 
 
 def thorough(response: str, answer: str) -> bool:
-    """Works for some milliseconds, then finds a quarter of all texts right, whatever they say."""
+    """Work for some milliseconds, then call a quarter of all texts correct, by their checksum."""
     end = time.process_time() + 0.004
     while time.process_time() < end:
         pass

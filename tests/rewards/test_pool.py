@@ -1,5 +1,6 @@
-"""The verifier pool with real processes: hanging, dying, greedy and broken verifiers cost their own answer
-and no other."""
+"""The verifier pool with real processes.
+
+A verifier that hangs, dies, needs too much memory or is broken affects its own answer only."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends within a minute."""
+    """Return whether the process ends within a minute."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
@@ -99,7 +100,7 @@ def gone(pid: int) -> bool:
 def test_order_and_plain_bools(user_module: str) -> None:
     items = [(str(i), str(i if i % 3 else -1)) for i in range(500)]
     with VerifierPool(user_module, workers=2, timeout=30) as pool:
-        assert pool.pids == []  # nothing is started before it is needed
+        assert pool.pids == []  # no process starts before it is needed
         assert pool.verify([]) == []
         assert pool.verify(items) == [Verdict(i % 3 > 0) for i in range(500)]
         pids = pool.pids
@@ -127,7 +128,7 @@ def test_each_failure_costs_its_own_answer(user_module: str) -> None:
         "number -inf": "verifier returned -inf, which is not finite",
         "memory": "verifier ran out of memory",
     }
-    # What the answer may have brought about, and so is wrong; of the others nobody has graded.
+    # The answer may have caused these failures, so it is wrong. The others are ungraded.
     wrong = {"sleep", "spin", "deaf", "kill", "segfault", "exit", "memory"}
     items, expected = [], []
     for name, error in bad.items():
@@ -154,7 +155,7 @@ def ungraded(error: str) -> Verdict:
 
 
 class Half:
-    """No number, though it can be made one."""
+    """Not a number, but convertible to float."""
 
     def __float__(self) -> float:
         return 0.5
@@ -191,7 +192,7 @@ def test_what_a_verifier_may_return(returned: Any, expected: Verdict) -> None:
 
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.floats(-4, 4))
 def test_the_reward_of_a_score(correct: float, incorrect: float, score: float) -> None:
-    assert Verdict(True).reward(correct, incorrect) == correct  # to the bit, as before there were scores
+    assert Verdict(True).reward(correct, incorrect) == correct  # bitwise, without a score
     assert Verdict(False).reward(correct, incorrect) == incorrect
     exact = Fraction(incorrect) + Fraction(score) * (Fraction(correct) - Fraction(incorrect))
     found = Verdict(False, score=score).reward(correct, incorrect)
@@ -210,7 +211,7 @@ def test_terms_see_what_was_graded() -> None:
     verdict = grade(lambda *_: 0.25, {"a": term, "b": lambda response: 0.5}, "text", "7", 12, 20, True)
     assert verdict == Verdict(False, score=0.25, terms={"a": 3.0, "b": 0.5})
     assert seen == [GradedResponse("text", "7", 12, 20, True, Verdict(False, score=0.25))]
-    # Neither without a size, as in an evaluation, nor of an answer on which the verifier has failed.
+    # No terms without a size, as in an evaluation, nor for an answer on which the verifier failed.
     assert grade(lambda *_: True, {"a": term}, "text", "7") == Verdict(True)
     assert grade(lambda *_: 1 / 0, {"a": term}, "text", "7", 1, 2, False).terms == {} and len(seen) == 1
 
@@ -225,7 +226,7 @@ def test_terms_see_what_was_graded() -> None:
     ],
 )
 def test_an_answer_on_which_a_term_fails_is_ungraded(returned: Any, error: str) -> None:
-    """But for memory, which the answer may have brought about: then it is wrong."""
+    """Memory is the exception: the answer may have caused that, so it is wrong."""
 
     def term(response: GradedResponse) -> Any:
         if isinstance(returned, BaseException):
@@ -259,7 +260,7 @@ def test_terms_in_a_worker(user_module: str) -> None:
 
 
 def test_what_an_answer_brings_about_is_wrong_and_what_it_cannot_is_ungraded(user_module: str) -> None:
-    """A service that is down is one whose port refuses connections."""
+    """A refused connection stands for a service that is down."""
     answers = ["kill", "segfault", "exit", "raise", "text", "memory", "deep", "refused", "a"]
     with VerifierPool(user_module, workers=2, timeout=5, memory_mib=256, sandbox="network") as pool:
         found = dict(zip(answers, pool.verify([(text, "a") for text in answers]), strict=True))
@@ -317,9 +318,7 @@ def test_a_worker_killed_from_outside_while_it_works(user_module: str, tmp_path:
         killer.start()
         verdicts = pool.verify([*[("first", str(begun))] * 5, *[("a", "a")] * 20])
         killer.join(60)
-        assert [verdict.correct for verdict in verdicts] == [
-            True
-        ] * 25  # another worker has graded what it had
+        assert [verdict.correct for verdict in verdicts] == [True] * 25  # another worker grades its answers
         assert pid not in pool.pids
 
 
@@ -335,14 +334,13 @@ def test_an_idle_worker_that_was_killed_costs_nothing(user_module: str) -> None:
 
 
 def test_a_stopped_worker_cannot_block_the_pool(user_module: str) -> None:
-    """Megabytes are on their way to a process that reads nothing: neither writing nor waiting may last beyond
-    the limit."""
+    """Megabytes are sent to a process that reads nothing. Writing and waiting must not exceed the limit."""
     with VerifierPool(user_module, workers=1, timeout=3.0) as pool:
         pool.verify([("a", "a")])
         (pid,) = pool.pids
         os.kill(pid, signal.SIGSTOP)
-        verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])  # pytest's own limit ends what hangs
-        assert verdicts == [Verdict(False), Verdict(True)]  # another worker's
+        verdicts = pool.verify([("x" * 5_000_000, "a"), ("a", "a")])  # pytest's own limit ends a hang
+        assert verdicts == [Verdict(False), Verdict(True)]  # from another worker
         assert gone(pid)
 
 
@@ -381,7 +379,7 @@ def test_a_worker_has_neither_the_runs_environment_nor_torch(
 
 @pytest.mark.parametrize("work", ["pid", pytest.param("spin", marks=pytest.mark.slow)])
 def test_workers_end_when_their_parent_is_killed(user_module: str, tmp_path: Path, work: str) -> None:
-    """Idle, or in the middle of a computation that never ends and reads no pipe."""
+    """The worker is idle, or in an endless computation that reads no pipe."""
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from megarl.rewards import VerifierPool\n"
@@ -446,7 +444,7 @@ def test_symbolic_verifier_in_the_pool_survives_towers_of_powers() -> None:
 
 
 def test_throughput() -> None:
-    """Beside the same work without processes, on a machine as busy: what this finds is a wait per answer."""
+    """Compare with the same work without processes under the same load, which shows any wait per answer."""
     response = "Let me think step by step. " * 300
     items = [(f"{response}\nAnswer: {i}", str(i + i % 2)) for i in range(1000)]
     with VerifierPool("dapo", workers=2, timeout=30) as pool:
@@ -465,8 +463,9 @@ def test_throughput() -> None:
 def test_a_time_out_of_an_answer_that_calculates_counts_once(
     user_module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a hard answer costs two limits, and a new worker. On a busy machine it may get too little CPU
-    time to show that it calculates."""
+    """Otherwise a hard answer costs two limits and a new worker.
+
+    On a busy machine it may get too little CPU time to count as calculating."""
     batches, calculated = 0, []
     give, measure = pool._Worker.send_batch, pool._Worker.calculated_since
 
@@ -487,7 +486,7 @@ def test_a_time_out_of_an_answer_that_calculates_counts_once(
 
 
 def test_a_slow_start_counts_against_no_answer(user_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that dies with its answer, on a machine where the next one takes too long to start."""
+    """A worker dies with its answer, and the next one takes too long to start."""
     from megarl.rewards import process
 
     with VerifierPool(user_module, timeout=20) as pool:
@@ -507,7 +506,7 @@ def test_a_slow_start_counts_against_no_answer(user_module: str, monkeypatch: py
 
 
 def test_messages_that_are_no_verdicts(user_module: str, tmp_path: Path) -> None:
-    """Of a verifier that an answer has made write to its pipe: the answer is wrong, and the run goes on."""
+    """A verifier writes an answer's text to its pipe: the answer is wrong, and grading continues."""
     (tmp_path / "pool_test_pipes.py").write_text(
         "import os\n"
         "def f(response, answer):\n"

@@ -1,4 +1,4 @@
-"""The soft overlong punishment against DAPO eq. 13 in exact arithmetic; the terms for length and format."""
+"""The soft overlong punishment against DAPO eq. 13 in exact arithmetic; terms for length and format."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def graded(
 
 
 def test_the_cosine_rewards_ends_and_middles() -> None:
-    """The paper's numbers: right 2 to 1, wrong -10 to 0, cut -10; a cosine is half way in the middle, and at
-    a third it has gone a quarter of the way."""
+    """The paper's numbers: correct 2 to 1, wrong -10 to 0, truncated -10.
+
+    The cosine is halfway in the middle, and at a third it has covered a quarter of the range."""
     right = [cosine_length(graded(length=n)) for n in (0, 50, 100)]
     assert right == pytest.approx([2.0, 1.5, 1.0])
     wrong = [cosine_length(graded(length=n, correct=False)) for n in (0, 50, 100)]

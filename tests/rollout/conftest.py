@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made once, and engines on them."""
+"""Tiny random models of every family, made once, and engines that run them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from tests.tiny_models import make_tiny_model
 FAMILIES = ["qwen2", "qwen3", "llama", "glm4", "qwen3_5_text"]
 TINIEST = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "head_dim": 8}
 EOS = 1
-LIMIT = 120  # seconds, of a thread that never comes
+LIMIT = 120  # seconds to wait for a thread
 
 
 class Meeting:
-    """all_gather among threads. A thread that never comes breaks the barrier after LIMIT instead of hanging
-    the test."""
+    """all_gather among threads. A missing thread breaks the barrier after LIMIT; the test does not hang."""
 
     def __init__(self, world: int) -> None:
         self.barrier, self.values = threading.Barrier(world), [None] * world
@@ -57,12 +56,12 @@ class Meeting:
 
 
 def threads(world: int) -> list[Any]:
-    """The runtimes of ranks that are threads."""
+    """Return runtimes for ranks that are threads."""
     return Meeting(world).ranks()
 
 
 def state_of(rank: RolloutRank) -> dict[str, Any]:
-    """What the snapshots of all ranks come to, through JSON; all of them call this."""
+    """Join the snapshots of all ranks, through JSON. Every rank must call this."""
     own = rank.snapshot()
     first, *others = rank.ranks.gather(own if rank.ranks.rank == 0 else encode(own))
     shares = [first, *(decode(blob, RolloutShare, "a rank") for blob in others)]
@@ -71,13 +70,13 @@ def state_of(rank: RolloutRank) -> dict[str, Any]:
 
 
 def delivered(batch: RolloutBatch) -> TrainBatch:
-    """Return the whole batch, all of which is here."""
+    """Return the whole batch, if one rank has all of it."""
     return deliver(threads(1)[0], batch, [range(batch.num_sequences)], [[0]])
 
 
 @pytest.fixture(autouse=True)
 def on_loopback(monkeypatch):
-    """Ranks that are threads reach each other as processes of one machine do."""
+    """Let ranks that are threads connect like processes of one machine."""
     monkeypatch.setattr("megarl.rollout.messages.own_address", lambda: "127.0.0.1")
     monkeypatch.setattr("megarl.parallel.secret._secret", bytes(32))
 
@@ -89,8 +88,7 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def gather_by_runtime() -> Iterator[None]:
-    """Ranks are threads, or there is one: what they exchange goes by way of the runtime that the test gives,
-    encoded as between processes."""
+    """Exchange objects through the test's runtime, as ranks are threads, but encoded as for processes."""
 
     def gather(runtime, value, kind):
         blobs = runtime.gather(encode(value))
@@ -115,8 +113,10 @@ def gather_by_runtime() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """qwen3 is tied with a head size of its own, llama has llama3's rope and equal numbers of heads; grouped:
-    four queries for each key; experts and latents: a mixture, and multi-latent attention with one."""
+    """Return a model folder per name.
+
+    qwen3 has tied embeddings and its own head size, llama has llama3 rope and equal head counts. grouped has
+    four queries per key. experts is a mixture of experts, latents one with multi-latent attention."""
     root = tmp_path_factory.mktemp("rollout-models")
     return {
         "qwen2": make_tiny_model(root / "qwen2", "qwen2"),
@@ -144,7 +144,7 @@ def make_engine(folders) -> Callable[..., TransformersEngine]:
 
 @pytest.fixture(scope="session")
 def reference(folders) -> Callable[[str], torch.nn.Module]:
-    """The same weights in plain transformers, with its own attention."""
+    """Load the same weights in plain transformers with eager attention."""
     return lambda family: AutoModelForCausalLM.from_pretrained(
         folders[family], dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -1,5 +1,6 @@
-"""Servers that speak the calls of SGLang's which megarl makes, over real HTTP, with a real model behind them;
-they close connections, hang, die and come back when a test says so."""
+"""Servers with the part of SGLang's HTTP API that megarl uses and a real model.
+
+Tests make them close connections, hang, die and come back."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import SamplingParams
 
-# What a tensor with its bytes is made of, and SGLang 0.5.23 takes (SafeUnpickler, srt/utils/common.py).
+# Globals in a pickled tensor that SGLang 0.5.23 allows (SafeUnpickler, srt/utils/common.py).
 ALLOWED = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
     ("collections", "OrderedDict"),
 }
-WAIT = 60.0  # seconds that a test waits for anything before it fails
+WAIT = 60.0  # seconds that a test waits for an event before it fails
 
 
 class Unpickler(pickle.Unpickler):
@@ -43,8 +44,7 @@ def make_engine(folder: Path) -> TransformersEngine:
 
 
 class Http:
-    """An aiohttp server on a thread of its own. It dies at once, with its connections, and can come back at
-    the same address."""
+    """An aiohttp server in its own thread. It can die with its connections and restart at its address."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -108,11 +108,11 @@ class Http:
 
 
 class Server(Http):
-    """A server as SGLang's. model_info, server_info, max_model_len: what it says of itself.
+    """A server with SGLang's API. It reports model_info, server_info and max_model_len.
 
-    closes   so many of the next generations end by a closed connection
-    go       what is asked waits for it
-    silent   its checks of health are not answered
+    closes   number of next generations that end with a closed connection
+    go       event that generations wait for
+    silent   health checks are not answered
     on_generate  called at each generation
     """
 
@@ -127,7 +127,7 @@ class Server(Http):
         self.begin_life()
 
     def begin_life(self) -> None:
-        """As the folder says, with weights of its own."""
+        """Reset the state and load the folder's model with random weights."""
         self.engine = make_engine(self.folder)
         for parameter in self.engine.parameters().values():
             parameter.detach().normal_()
@@ -211,7 +211,7 @@ class Server(Http):
         return self.done(True, "")
 
     async def generate(self, request: web.Request, body: dict[str, Any]) -> web.Response:
-        """As the transformers engine with the same seed; an abort gives the first two tokens."""
+        """Answer like the transformers engine with the same seed; an abort returns the first two tokens."""
         wanted, sampling = body.get("token_ids_logprob"), body["sampling_params"]
         if wanted and not max(wanted) < self.vocabulary:
             what = f"out-of-vocabulary token id {wanted[0]}; valid range is [0, {self.vocabulary})."
@@ -259,20 +259,20 @@ class Server(Http):
         }  # fmt: skip
 
     def hold(self) -> None:
-        """Have what is asked wait."""
+        """Make generations wait until `release`."""
         self.loop.call_soon_threadsafe(self.go.clear)
 
     def release(self) -> None:
         self.loop.call_soon_threadsafe(self.go.set)
 
     def come_back(self) -> None:
-        """Start again at the same address, with other weights."""
+        """Restart at the same address, with other weights."""
         self.begin_life()
         self.start()
 
 
 class Router(Http):
-    """Passes generations on to servers in turn, as they come; it knows nothing of the rest."""
+    """Forwards generations to the servers round-robin, and has no other call but /health."""
 
     def __init__(self, servers: list[Server]) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Rollouts with a real model on several ranks (threads with sockets and a barrier): the same batches however
-the work is split."""
+"""Rollouts of a real model over several ranks give the same batches however the work is split.
+
+Ranks are threads that exchange messages over sockets and gather at a barrier."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ from tests.tiny_models import make_tiny_model
 
 
 class OddText:
-    """A rule that a random model meets now and then: right where the checksum of text and answer is even;
-    some fail."""
+    """Call a text correct if the checksum of text and answer is even; some verdicts have errors.
+
+    A random model thus has some correct responses."""
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         sums = [zlib.crc32((text + answer).encode()) for text, answer in items]
@@ -63,7 +65,7 @@ class OddText:
 
 
 class Failing(OddText):
-    """OddText, whose process fails on every third answer it gets, in the order of their checksums."""
+    """OddText that leaves about a third of the answers ungraded: those with a checksum divisible by 3."""
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         verdicts = super().verify(items)
@@ -74,7 +76,7 @@ class Failing(OddText):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A tiny engine per rank, their tokenizer, and 9 prompts."""
+    """Return a tiny engine per rank (4), their tokenizer, and 9 prompts."""
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", **TINIEST)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engines = []
@@ -89,7 +91,7 @@ def world(tmp_path_factory):
 
 
 def spoken(tokenizer, tokens: list[int]) -> str:
-    """The text without <pad> and <eos>; other special tokens are part of it."""
+    """Decode without <pad> and <eos>; other special tokens stay in the text."""
     return tokenizer.decode([token for token in tokens if token not in (0, 1)])
 
 
@@ -109,7 +111,7 @@ def config(**sections) -> Config:
 def run_ranks(
     world, settings_: Config, ranks: int, steps: int, act=None, **options
 ) -> list[list[RolloutBatch]]:
-    """The batches of every rank. `act(rank)` replaces collecting steps."""
+    """Return the batches of each rank, or its exception. `act(rank)` replaces the collection of steps."""
     engines, tokenizer, prompts = world
     runtimes = threads(ranks)
     results: list[Any] = [None] * ranks
@@ -145,7 +147,7 @@ def evaluate(rank: RolloutRank, *arguments: Any) -> EvaluationResult:
 
 
 def facts(batch: RolloutBatch) -> Any:
-    """Everything but times, log-probs to the last bit."""
+    """Return what must be equal: metadata of responses, metrics without `rollout/moved`, and errors."""
     rows = [
         (
             g.prompt.uid,
@@ -158,7 +160,7 @@ def facts(batch: RolloutBatch) -> Any:
 
 
 def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
-    """Tokens and log-probs of each response of a batch, of which one of the ranks has the body."""
+    """Return tokens and log-probs of each response; exactly one rank must have them."""
     held = [
         [r.data for r in responses if r.data is not None]
         for responses in zip(*(b.samples for b in batches), strict=True)
@@ -180,7 +182,7 @@ def bodies(batches: Sequence[RolloutBatch]) -> list[Any]:
 def test_any_split_of_the_work_gives_the_same_run(
     world, split, prompts, group, dynamic, limit, soft, in_flight
 ):
-    """Over so many ranks, so many of which have one engine. Each body is on one rank alone."""
+    """`split` is the number of ranks and of ranks per engine. Each response's tokens are on one rank only."""
     ranks, each = split
     settings_ = config(
         rollout={
@@ -196,7 +198,7 @@ def test_any_split_of_the_work_gives_the_same_run(
     single = settings_.model_copy(update={"rollout": settings_.rollout.model_copy(update={"engine_tp": 1})})
     alone = run_ranks(world, single, 1, steps=3)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)  # those who wait hear all the time
+        patch.setattr("megarl.rollout.messages.KEEP_ALIVE_SECONDS", 0.01)  # idle ranks get many keep-alives
         found = run_ranks(world, settings_, ranks, steps=3)
     for batches in found:
         assert [facts(batch) for batch in batches] == [facts(batch) for batch in alone]
@@ -205,8 +207,9 @@ def test_any_split_of_the_work_gives_the_same_run(
 
 
 def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
-    """One of three engines makes a token where the others make several responses: they take what it would
-    have come to last, and the batch is the same to the bit as that of one engine."""
+    """With one of three engines slow, the others take over its waiting responses.
+
+    The batch is bitwise equal to that of one engine."""
     monkeypatch.setattr("megarl.rollout.episode.DECODE_SECONDS", 0.02)
     work = {"prompts": 12, "group_size": 4, "max_response_tokens": 12}
     one_engine = run_ranks(world, config(rollout=work), 1, steps=2)[0]
@@ -240,7 +243,7 @@ def test_engines_of_different_speeds_give_the_same_run(world, monkeypatch):
 
 
 class Gate:
-    """A tool that answers once `total` have asked, on whichever loops."""
+    """A tool whose calls return once `total` of them wait, on any event loops."""
 
     def __init__(self, total: int) -> None:
         self.total, self.lock = total, threading.Lock()
@@ -263,8 +266,9 @@ async def through_the_gate(prompt: Prompt, policy: Policy) -> None:
 
 
 def test_responses_that_wait_for_a_tool_are_no_work_for_an_engine(world):
-    """The tool answers when all responses have called it, so all must have begun: `in_flight` counts those
-    that are in an engine. The batch is that of one engine, which has them all from the beginning."""
+    """`in_flight` counts only responses in an engine, so all 24 reach the tool.
+
+    It answers when all have called it. The batch equals that of a single engine."""
     global gate
     settings_ = config(
         rollout={
@@ -287,7 +291,7 @@ def test_responses_that_wait_for_a_tool_are_no_work_for_an_engine(world):
 
 @pytest.mark.parametrize(("in_flight", "each"), [(None, 4), (2, 2)])
 def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
-    """Three servers and two clients, which have two and one of them."""
+    """One client has two of the three servers, the other has one."""
     servers = {"engine": "sglang_url", "urls": [f"http://a:{port}" for port in (1, 2, 3)]}
     settings_ = config(rollout={**servers, "max_batch": 4, "in_flight": in_flight})
     dispatcher = Dispatcher(settings_, 2)
@@ -296,7 +300,7 @@ def test_a_client_of_two_servers_is_given_work_for_both(world, in_flight, each):
 
 
 def test_the_longest_begin_first(world, monkeypatch):
-    """By what a prompt's responses took the last time, which a resumed run knows too."""
+    """Order prompts by the mean length of their previous responses, also after a resume."""
     settings_ = config(rollout={"prompts": 9, "max_response_tokens": 40})
     begun: list[int] = []
     submit = world[0][0].submit
@@ -364,13 +368,13 @@ def test_rewards_flags_and_statistics(world):
         "response/length_max": max(lengths),
     }
     assert {k: batch.metrics[k] for k in expected} == pytest.approx(expected)
-    assert "reward/score" not in batch.metrics  # the verifier gives none
+    assert "reward/score" not in batch.metrics  # the verifier gives no scores
     died = sum(v.error is not None for v in verdicts)
     assert batch.errors == ({"died": died} if died else {})
 
 
 class Graded(OddText):
-    """A score in hundredths for each text, which is right from 1/2 on; none where it failed."""
+    """A verifier with a score in hundredths per text: correct above 0.5, an error without a score at 0.5."""
 
     def verify(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         scores = [zlib.crc32((text + answer).encode()) % 101 / 100 for text, answer in items]
@@ -404,7 +408,7 @@ def test_scores_are_rewards(world):
 
 
 class WithTerms(OddText):
-    """What the pool gives where a configuration has terms, from the sizes that it is given."""
+    """A verifier that returns two terms per text, computed from the sizes in each item, as the pool does."""
 
     def verify(self, items: Sequence[tuple[Any, ...]]) -> list[Verdict]:
         verdicts = super().verify([item[:2] for item in items])
@@ -432,7 +436,7 @@ def test_terms_are_added_by_their_weights(world):
         failed += r.error is not None
         assert r.reward == pytest.approx(value)
     assert failed and {r.is_truncated for r in responses} == {True, False}
-    rows = batches[0].samples  # of the first step none was sampled before
+    rows = batches[0].samples  # the first step has no surplus from an earlier one
     means = {f"reward/term_{name}": np.mean([r.terms.get(name, 0.0) for r in rows]) for name in terms}
     assert {name: batches[0].metrics[name] for name in means} == pytest.approx(means)
     again = [group_from_state(json.loads(json.dumps(group_state(g)))) for g in batches[0].groups]
@@ -499,7 +503,7 @@ def test_a_resumed_sampler_goes_on_as_if_nothing_had_happened(world):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_snapshot_stays_as_it_was_while_the_next_step_is_drawn(world, ranks):
-    """A run that is told to leave in a step saves the step before."""
+    """A run that is asked to stop during a step saves the snapshot of the previous step."""
     settings_ = config(rollout={"dynamic_sampling": {"enabled": True, "max_batches": 3}})
 
     def taken(rank: RolloutRank) -> list[tuple[dict[str, Any], Any]]:
@@ -538,12 +542,12 @@ def test_an_error_of_one_rank_is_raised_on_all(world):
     errors = run_ranks(world, config(), 3, steps=0, act=broken)
     assert [type(e) for e in errors] == [EngineError] * 3 and all("not started" in str(e) for e in errors)
     shared = config(rollout={"engine": "sglang", "engine_tp": 2})
-    errors = run_ranks(world, shared, 4, steps=0, act=broken)  # of the second leader
+    errors = run_ranks(world, shared, 4, steps=0, act=broken)  # rank 2 leads the second engine
     assert [type(e) for e in errors] == [EngineError] * 4 and all("not started" in str(e) for e in errors)
 
 
 def test_a_silent_rank_is_reported_with_what_is_waited_for(world, monkeypatch):
-    """Its engine hangs, until the controller has found out. All ranks hear of it."""
+    """An engine hangs until the controller has detected the silence; every rank raises the error."""
     engine, found_out, silence = world[0][1], threading.Event(), Controller._describe_silence
     poll = engine.poll
 
@@ -645,7 +649,7 @@ def test_evaluation(world):
 
 
 def test_data_sources_have_figures_of_their_own(world):
-    """In a rollout and in an evaluation; with one source there are none beside those of all."""
+    """Rollouts and evaluations report metrics per data source, but not if there is only one source."""
     _, tokenizer, problems = world
     named = [replace(p, source=("gsm 8k", "aime", "")[i % 3]) for i, p in enumerate(problems)]
     result = run_ranks(world, config(), 1, 0, act=lambda s: evaluate(s, [ProblemSet(named, 4)]))[0]
@@ -665,7 +669,7 @@ def test_data_sources_have_figures_of_their_own(world):
     batches = [run[0] for run in run_ranks((model, tokenizer, named), config(), 2, steps=1)]
     for batch in batches:
         for name, source in (("gsm_8k", "gsm 8k"), ("aime", "aime")):
-            # The controller's rank alone knows all of a prompt.
+            # Only the controller's rank has all responses of a prompt.
             own = [r for g in batches[0].groups if g.prompt.source == source for r in g.samples]
             assert batch.metrics[f"source/{name}/responses"] == len(own)
             if own:
@@ -679,8 +683,9 @@ def test_data_sources_have_figures_of_their_own(world):
 @pytest.mark.parametrize("advantage", ["group", "group_mean", "leave_one_out"])
 @pytest.mark.parametrize("aggregation", ["token", "sample", "constant"])
 def test_ungraded_responses_leave_the_signal_of_the_others_as_it_is(world, advantage, aggregation):
-    """Advantages by a loop over the graded ones in float64; weights of tokens those of a batch in which the
-    others never were."""
+    """The reference for advantages is a float64 loop over the graded responses.
+
+    Token weights must equal those of a batch without the ungraded responses."""
     keys = {"algorithm": {"advantage": advantage, "aggregation": aggregation}, "reward": {"max_ungraded": 1}}
     settings_ = config(rollout={"prompts": 8, "group_size": 5}, **keys)
     (found,) = run_ranks(world, settings_, 1, steps=1, verifiers=[Failing()])[0]
@@ -737,7 +742,7 @@ def test_too_many_ungraded_responses_end_the_run_on_every_rank(world):
 
 
 def test_groups_with_fewer_than_two_graded_responses_are_not_kept(world):
-    """Where groups are filtered, others are drawn in their place."""
+    """Dynamic sampling replaces such groups by new ones."""
     dynamic = {"enabled": True, "max_batches": 20, "by": "score"}
     keys = {"rollout": {"prompts": 4, "dynamic_sampling": dynamic}, "reward": {"max_ungraded": 1}}
     (found,) = run_ranks(world, config(**keys), 1, steps=1, verifiers=[Failing()])[0]
@@ -762,8 +767,9 @@ def test_ungraded_problems_count_in_no_score(world):
 
 
 def test_sets_of_problems(world):
-    """Each has its own number of answers, which do not depend on the other sets, and a place in the headline
-    unless it is evaluated at steps of its own."""
+    """Each set has its own number of samples per problem, independent of the other sets.
+
+    It counts in the headline unless it has its own evaluation interval (`every`)."""
     _, tokenizer, problems = world
     sets = [
         ProblemSet(problems[:5], 4),
@@ -802,7 +808,7 @@ def test_with_the_real_verifier_pool(world):
         batch = run_ranks(world, settings_, 1, steps=1, verifiers=[pool])[0][0]
         assert batch.metrics["reward/accuracy"] == 0
         assert batch.metrics["rollout/groups_all_wrong"] == batch.metrics["rollout/prompts"] == 8
-        # Filled up with rejected groups.
+        # At the limit, the batch is filled with rejected groups.
         assert len(batch.groups) == 4 and {r.reward for r in batch.samples} == {-1.0}
         strict = config(rollout={"dynamic_sampling": {**dynamic, "at_limit": "stop"}})
         assert isinstance(run_ranks(world, strict, 1, steps=1, verifiers=[pool])[0], DataError)

@@ -32,7 +32,7 @@ def test_nothing_is_lost_or_given_twice_and_nobody_is_idle(data: st.DataObject, 
     for e, numbers in enumerate(given_):
         total = running[e] + len(numbers)
         assert not numbers or total <= limits[e]
-        # Room is left over only where nothing waits; and who has nothing got something first.
+        # An engine keeps free room only if nothing waits, and idle engines are served first.
         assert not left or total >= limits[e]
         own = [number for number in numbers if number in waiting[e]]
         assert own == waiting[e][: len(own)] == numbers[: len(own)], "its own from the front, and first"
@@ -53,8 +53,8 @@ def test_engines_that_are_alike_get_what_the_division_gave_them(engines: int, co
 def clock(speeds: list[int], lengths: list[int], in_flight: int, *, moves: bool = True) -> float:
     """Return the time for responses of these lengths, as a multiple of the ideal split's.
 
-    The ideal is the work divided by the sum of the speeds. In a tick an engine samples `speed` tokens, one
-    after the other for its responses."""
+    The ideal is the work divided by the sum of the speeds. In a tick an engine samples `speed` tokens,
+    round-robin over its responses."""
     count, n = len(speeds), len(lengths)
     waiting = [list(range(e * n // count, (e + 1) * n // count)) for e in range(count)]
     left: list[dict[int, int]] = [{} for _ in speeds]
@@ -73,7 +73,7 @@ def clock(speeds: list[int], lengths: list[int], in_flight: int, *, moves: bool 
                 if not left[e]:
                     break
                 number, tokens = next(iter(left[e].items()))
-                del left[e][number]  # to the end of the queue
+                del left[e][number]  # move it to the end of the queue
                 if tokens > 1:
                     left[e][number] = tokens - 1
                 else:

@@ -1,5 +1,4 @@
-"""The transformers engine against transformers itself: greedy answers, log-probs, batches, stopping, and its
-life cycle."""
+"""The transformers engine against transformers: tokens, log-probs, batching, stopping, life cycle."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def requests(count: int, group: int = 2, **kwargs) -> list[GenerationRequest]:
 COMPANY = [
     GenerationRequest(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)
 ]
-# By family, and whether its layers count as wide, what COMPANY is answered as one batch.
+# Responses to COMPANY generated as one batch, by family and whether layers count as wide.
 TOGETHER: dict[tuple[str, bool], list[TokenData]] = {}
 
 
@@ -75,7 +74,7 @@ def assert_logprobs(reference, completions, asked, temperature: float = 1.0) -> 
 def test_greedy_equals_generate(family, make_engine, reference):
     asked = [GenerationRequest(p, 0) for p in prompts(9)]
     model = reference(family)
-    # eos is a token that greedy decoding does reach, so that both ways of ending are compared.
+    # Greedy decoding reaches this eos token, so both finish reasons are compared.
     free = make_engine(family, eos_ids=[]).generate(asked, SamplingParams(max_tokens=30, temperature=0))
     eos = free[0].tokens.tolist()[7]
     completions = make_engine(family, eos_ids=[eos], max_batch=4).generate(
@@ -116,8 +115,9 @@ def test_logprobs_of_sampled_tokens(family, make_engine, reference):
 @example(chance=0, max_batch=1, family="grouped", wide=True)
 @example(chance=0, max_batch=6, family="qwen3_5_text", wide=True)
 def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, max_batch, family, wide):
-    """Its log-probabilities too: with others or alone, in any order, in one batch or one after another, and
-    where others come while it runs."""
+    """Tokens and log-probs do not depend on batch composition.
+
+    Requests run with others or alone, in any order, in one batch or several; some join while others run."""
     asked, params, rng = COMPANY, SamplingParams(max_tokens=12), random.Random(chance)
     with patch.object(transformers_layers, "NARROW", 0 if wide else 256):
         if (family, wide) not in TOGETHER:
@@ -131,12 +131,12 @@ def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, m
     while later or engine.running:
         now = [later.pop() for _ in range(rng.randint(0, min(3, len(later))))]
         engine.submit({i: asked[i] for i in now}, params)
-        ended |= engine.poll(0.0)  # one step
+        ended |= engine.poll(0.0)  # one decode step or prefill
     assert ended == {i: together[i] for i in some}
 
 
 def test_a_long_response_is_the_same_to_the_bit_in_any_company(make_engine):
-    """Where torch's attention has more than one block of queries or of keys."""
+    """Lengths exceed one block of queries or keys of torch's attention."""
     sizes = (3, 60, 190, 191, 193, 300, 420)
     asked = [GenerationRequest(p, i) for i, n in enumerate(sizes) for p in prompts(1, seed=n, low=n, high=n)]
     params = SamplingParams(max_tokens=40)
@@ -170,12 +170,12 @@ def test_a_row_of_a_wide_layer_is_multiplied_alike_in_any_company(seed, count, w
     ("other", "fewest"), [((), 8), ((8,), 16), ((16,), 32), ((8, 16), 32), ((32,), 64), ((8, 32), 64)]
 )
 def test_products_that_add_in_another_order_are_found(monkeypatch, other, fewest):
-    """other: the numbers of rows of which one of two matrices is multiplied in halves."""
+    """`other`: row counts at which the second matrix is multiplied in two halves."""
 
     def linear(rows, weight):
         if weight.shape == (300, 512) and len(rows) in other:
             return rows[:, :256] @ weight[:, :256].T + rows[:, 256:] @ weight[:, 256:].T
-        return (rows[:, None] * weight).sum(-1)  # one order for all
+        return (rows[:, None] * weight).sum(-1)  # one summation order for every row count
 
     monkeypatch.setattr(F, "linear", linear)
     assert find_fewest_rows([torch.empty(20, 64), torch.empty(300, 512)]) == fewest
@@ -197,10 +197,11 @@ ORDERED = re.compile(
 
 
 class Shapes(TorchDispatchMode):
-    """The products and reductions of floating-point numbers, each with what decides the order of its sums:
-    the shape of one matrix of a batch, how it lies in memory (and whether it is one of several), or the
-    length of a reduced row. By phase: a prompt's prefill, named by its width, and the steps. (The largest
-    number is the same in any order.) Products of `alike` rows count as one shape."""
+    """Record each floating-point product and reduction with the shape that decides its summation order.
+
+    For a product this is the shape and memory layout of one matrix, and whether there are several.
+    For a reduction it is the length of a reduced row. Entries belong to a phase: a step or a prefill's width.
+    Maxima are omitted, as they do not depend on the order. Row counts in `alike` count as one shape."""
 
     def __init__(self, alike: Sequence[int] = ()) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class Shapes(TorchDispatchMode):
             a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_floating_point()
         ]
         if ORDERED.search(name) and tensors:
-            if "attention" in name:  # query and key of one head of one row
+            if "attention" in name:  # query and key of one head in one row
                 shape = [tuple(t.shape[2:]) for t in tensors[:2]]
             elif name in ("bmm", "baddbmm", "matmul", "linalg_solve_triangular"):
                 folded = [t.reshape(-1, *t.shape[-2:]) for t in tensors[-2:]]  # as matmul does
@@ -231,7 +232,7 @@ class Shapes(TorchDispatchMode):
 
 
 def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> set[tuple[str, str, str]]:
-    """Returns what Shapes finds while these requests are answered."""
+    """Return the shapes that occur while these requests are answered."""
     shapes = Shapes(alike)
     step, prefill = DecodeLoop._step, DecodeLoop._prefill
 
@@ -260,9 +261,11 @@ def shapes_of(monkeypatch, engine, asked, params, alike: Sequence[int] = ()) -> 
     ],
 )
 def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monkeypatch, family, alike):
-    """On every processor: what a library may choose the order of a sum by is the same alone and among others,
-    fewer and more of them, with shorter and longer prompts, while the cache grows. alike: the rows of wide
-    products that the processor multiplies in one order, for which nothing else may depend on company."""
+    """Shapes that may decide a library's summation order do not depend on batch composition.
+
+    Then results do not either, on any processor. A request runs alone, and with fewer and more others of
+    shorter and longer prompts, while the cache grows.
+    `alike`: row counts of wide products that the processor sums in the same order, so they may differ."""
     monkeypatch.setattr(transformers_layers, "NARROW", 0 if alike else 256)
     monkeypatch.setattr(transformers_layers, "find_fewest_rows", lambda weights: min(alike))
     sizes = (3, 30, 31, 70, 100, 140, 5, 12, 9, 180)
@@ -272,7 +275,7 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
         for p in prompts(1, i, n, n)
         for j in range(9)
     ]
-    # Enough for the prompts of 30 and 100 tokens to need another chunk of keys.
+    # Long enough that the prompts of 30 and 100 tokens need another chunk of keys.
     params = SamplingParams(max_tokens=40, top_p=0.9, top_k=40)
     engine = make_engine(family, eos_ids=())
     company = shapes_of(monkeypatch, engine, asked, params, alike)
@@ -283,13 +286,13 @@ def test_no_shape_that_a_response_meets_depends_on_its_company(make_engine, monk
         assert {phase for phase, *_ in alone} == own and len(alone) > 15
     few = shapes_of(monkeypatch, engine, asked[:9], params, alike)
     assert few <= company
-    if len(alike) > 1:  # and they are what differs
+    if len(alike) > 1:  # only those row counts differ
         assert shapes_of(monkeypatch, engine, asked[:9], params) != few
 
 
 @pytest.mark.parametrize("what", ["attention", "linear"])
 def test_the_shapes_show_what_depends_on_company(make_engine, monkeypatch, what):
-    """The test above sees torch's own attention and linear layers."""
+    """The test above detects torch's own attention and linear layers, whose shapes depend on the batch."""
     if what == "attention":
 
         def plain(query, key, value, mask, scale):
@@ -338,13 +341,13 @@ def test_chunks_of_keys_are_attention_and_masked_ones_change_no_bit(seed, length
 
 
 def test_poll_comes_back_in_time(make_engine):
-    """A slice of no time is a step, or a prefill: nobody waits for the longest response."""
+    """With a time limit of 0, poll runs one decode step or one prefill and returns."""
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=30)
     engine.submit({7: GenerationRequest((5, 6), 0), 9: GenerationRequest((5, 6), 1)}, params)
     for _ in range(29):
         assert engine.poll(0.0) == [] and engine.running == 2
     engine.submit({8: GenerationRequest((5, 6), 0)}, params)
-    assert engine.poll(0.0) == []  # its prefill
+    assert engine.poll(0.0) == []  # only its prefill
     ended = dict(engine.poll(0.0))
     assert set(ended) == {7, 9} and engine.running == 1
     ended |= engine.poll(100.0)
@@ -354,7 +357,7 @@ def test_poll_comes_back_in_time(make_engine):
 @settings(max_examples=3, deadline=None)
 @given(chance=st.integers(0, 2**32), max_batch=st.integers(1, 40))
 def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
-    """What it gets is the beginning of the response without one, in any company."""
+    """A response with a limit is a prefix of the response without one, in any batch."""
     rng, params = random.Random(chance), SamplingParams(max_tokens=20)
     if "qwen3" not in TOGETHER:
         TOGETHER["qwen3"] = make_engine("qwen3").generate(COMPANY, params)
@@ -371,7 +374,7 @@ def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
 
 
 def test_a_limit_above_that_of_the_params(make_engine):
-    """The cache grows for it."""
+    """The KV cache grows for the longer response."""
     engine = make_engine(eos_ids=())
     [whole] = engine.generate([GenerationRequest((5, 6), 3)], SamplingParams(150))
     short, long = engine.generate(
@@ -381,7 +384,7 @@ def test_a_limit_above_that_of_the_params(make_engine):
 
 
 def test_requests_of_other_params_take_turns(make_engine):
-    """None waits until those of other stop texts have ended; each is what it is alone."""
+    """Requests with different stop texts decode alternately; each response equals that of a separate run."""
     engine, kinds = (
         make_engine(eos_ids=()),
         [SamplingParams(30, stop=stop) for stop in ((), ("~~",), ("^^",))],
@@ -392,7 +395,7 @@ def test_requests_of_other_params_take_turns(make_engine):
     ended = {}
     for _ in range(89):
         ended |= engine.poll(0.0)
-        assert len({loop.longest for loop in engine._loops}) <= 2  # no more than a token apart
+        assert len({loop.longest for loop in engine._loops}) <= 2  # as they alternate
     engine.submit({3: GenerationRequest((5, 6), 0)}, kinds[0])
     while engine.running:
         ended |= engine.poll(1.0)
@@ -400,7 +403,7 @@ def test_requests_of_other_params_take_turns(make_engine):
 
 
 def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, reference, monkeypatch):
-    grown = []  # columns before and after, where rows were live
+    grown = []  # columns before and after each call
     reserve = KVCache.reserve
 
     def spy(cache: KVCache, rows: int, columns: int) -> None:
@@ -409,8 +412,8 @@ def test_long_responses_outgrow_the_cache_and_late_prompts_join(make_engine, ref
         grown.append((before, cache.columns))
 
     monkeypatch.setattr(KVCache, "reserve", spy)
-    # 12 rows at once, prompts of 1 to 350 tokens, responses of up to 150, whose lengths differ between
-    # processors: the cache grows for responses, and for the last prompts, longer than all before.
+    # 12 rows at once, prompts of 1 to 350 tokens, responses of up to 150 (lengths depend on the processor).
+    # The cache grows for responses, and for the last prompts, which are longer than all earlier ones.
     asked = [
         GenerationRequest(p, i)
         for i, p in enumerate(
@@ -442,13 +445,13 @@ def test_prompts_are_prefilled_once(make_engine, monkeypatch):
 
     monkeypatch.setattr(DecodeLoop, "_prefill", spy)
     engine.generate(requests(6, group=8), SamplingParams(max_tokens=3))
-    widths = [16 if len(p) <= 16 else 32 for p in prompts(6)]  # with padding
+    widths = [16 if len(p) <= 16 else 32 for p in prompts(6)]  # padded
     shapes = sorted((widths.count(width), width) for width in set(widths))
     assert sorted(map(tuple, seen)) == shapes
 
 
 def branches(seed: int, count: int) -> list[tuple[int, ...]]:
-    """Prompts that begin alike in part: each goes on behind the beginning of an earlier one."""
+    """Make distinct prompts, each of which extends a prefix of an earlier one."""
     rng, made = random.Random(seed), [(5,) * COLUMNS + (6,)]
     while len(made) < count:
         whole = rng.choice(made)
@@ -461,7 +464,7 @@ def branches(seed: int, count: int) -> list[tuple[int, ...]]:
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 30))
 def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
-    """In whole chunks, and no more than they have in common; all of a prompt is in its segments."""
+    """Shared segments are whole chunks of the common prefix; the segments of a prompt cover all of it."""
     asked, computed = branches(seed, count), {}
     for segment in split_prompts(asked, shared=True):
         for prompt in segment.prompts:
@@ -496,7 +499,9 @@ def test_what_prompts_begin_with_in_common_is_one_segment(seed, count):
     ],
 )
 def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, reference, monkeypatch):
-    """To the bit, but for mixtures; and what they share goes through the model once."""
+    """Responses equal those of each request alone: bitwise, or in tokens and experts for mixtures.
+
+    Common prefixes are prefilled once, except by Qwen3.5."""
     mixture = family in ("experts", "latents")
     monkeypatch.setattr(transformers_layers, "NARROW", 0 if family == "wide" else 256)
     engine = make_engine(family := "grouped" if family == "wide" else family, eos_ids=())
@@ -522,7 +527,7 @@ def test_prompts_that_begin_alike_are_answered_as_alone(family, make_engine, ref
 
 
 def test_no_shape_depends_on_what_prompts_share(make_engine, monkeypatch):
-    """On every processor: what is prefilled in segments meets the shapes of what is prefilled as one."""
+    """A prefill in segments has the same shapes as the prefill of a whole prompt, on any processor."""
     asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(branches(2, 14))]
     engine, params = make_engine("grouped", eos_ids=()), SamplingParams(max_tokens=1)
 
@@ -535,7 +540,7 @@ def test_no_shape_depends_on_what_prompts_share(make_engine, monkeypatch):
 def test_prompts_that_begin_alike_in_bfloat16(make_engine, reference):
     asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(branches(3, 9))]
     completions = make_engine("grouped", dtype=torch.bfloat16).generate(asked, SamplingParams(max_tokens=20))
-    apart = GenerationRequest(tuple(reversed(asked[-1].prompt_tokens)), 0)  # shares nothing
+    apart = GenerationRequest(tuple(reversed(asked[-1].prompt_tokens)), 0)  # no common prefix
     completions += make_engine("grouped", dtype=torch.bfloat16).generate(
         [apart], SamplingParams(max_tokens=20)
     )
@@ -583,7 +588,7 @@ def test_a_long_prefill_is_cut(make_engine, monkeypatch):
 
 
 def test_a_prefill_is_cut_by_what_stands_before_it_too(make_engine, monkeypatch):
-    """Keys and values of what prompts share are gathered for each of them."""
+    """The shared prefix counts towards the limit, as its keys and values are gathered for each prompt."""
     asked = [GenerationRequest((5,) * 2 * COLUMNS + (6 + i,), i) for i in range(20)]
     sizes, prefill = [], DecodeLoop._prefill
 
@@ -606,7 +611,7 @@ def test_stop_texts(make_engine):
     stops = (ascii_pair, next(c for c in texts[5] if c.isalpha() and c.isascii()), "never\nthere")
     stopped = engine.generate(asked, SamplingParams(max_tokens=40, stop=stops))
     for alone, cut in zip(free, stopped, strict=True):
-        # By hand: the shortest beginning whose text holds a stop text.
+        # Reference: the shortest prefix whose text contains a stop text.
         ends = [
             n
             for n in range(1, len(alone.tokens.tolist()) + 1)
@@ -621,7 +626,7 @@ def test_stop_texts(make_engine):
 
 
 def test_a_stop_text_may_be_a_special_token():
-    """`</answer>` is one in some tokenizers, and so is the template's end of a turn."""
+    """Some tokenizers have `</answer>` as a special token, and the template's end of a turn is one."""
     tokenizer = make_tokenizer(300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["</answer>"]})
     (tag,) = tokenizer("</answer>", add_special_tokens=False).input_ids
@@ -631,8 +636,9 @@ def test_a_stop_text_may_be_a_special_token():
 
 
 def test_what_was_begun_goes_on(make_engine):
-    """Wherever it was cut, beside others or not; with a limit of its own, and a stop text that the cut goes
-    through. Log-probs of what was there are as they were given."""
+    """A prefix of any length is continued to the same response, alone and in a batch.
+
+    Also with its own token limit, and with a stop text that is cut in two. The prefix keeps its log-probs."""
     engine, params = make_engine(max_batch=16), SamplingParams(max_tokens=24)
     asked = requests(4, seed=3)
     wholes = engine.generate(asked, params)
@@ -664,8 +670,9 @@ def test_what_was_begun_goes_on(make_engine):
 
 
 def test_what_was_begun_alike_goes_on(make_engine):
-    """Two responses to a prompt that have parted behind a chunk, beside one that begins between its prefill
-    and theirs."""
+    """Two prefixes share a chunk and then differ.
+
+    A third request is prefilled between their common part and the rest."""
     engine, params = make_engine(eos_ids=()), SamplingParams(max_tokens=COLUMNS + 16)
     common = tuple(range(10, 10 + COLUMNS))
     cut = [TokenData([*common, 5 + i], [-0.5] * (COLUMNS + 1)) for i in range(2)]

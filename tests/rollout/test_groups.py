@@ -1,5 +1,4 @@
-"""Dynamic sampling: which groups a step keeps, against a plain restatement of the rule; state that survives
-JSON."""
+"""Dynamic sampling: which groups a step keeps, against a plain implementation; state through JSON."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def group(uid: int, correct: int, version: int = 0, reflects: bool | None = None
 
 
 def drive(collector: GroupCollector, outcomes: list[int]) -> list[int]:
-    """Offer groups with `outcomes` right answers, in order (then mixed ones for ever); return the batches'
-    sizes."""
+    """Offer groups with `outcomes` correct answers, then mixed ones; return the sizes of the batches."""
     batches, at = [], 0
     while n := collector.next_batch():
         collector.offer([group(i, outcomes[i] if i < len(outcomes) else 1) for i in range(at, at + n)])
@@ -116,7 +114,7 @@ def test_without_dynamic_sampling_one_generation_is_the_batch(outcomes, prompts)
     by=st.sampled_from(["accuracy", "score"]),
 )
 def test_what_must_differ(rewards, correct, by):
-    """By score the rewards decide, whatever is right; rewards that differ by rounding alone are the same."""
+    """By score, only rewards decide; rewards that differ by rounding errors count as equal."""
     groups = []
     for i, row in enumerate(rewards):
         one = group(i, correct[i])
@@ -144,7 +142,7 @@ def test_by_score_the_limit_speaks_of_rewards():
 
 
 def test_refills_are_sized_by_the_acceptance_rate():
-    # 8 wanted; 2 of the first 8 are mixed: rate (2 + 1) / (8 + 2), so ceil(6 / 0.3) = 20, bounded by 8.
+    # 8 wanted. 2 of the first 8 are mixed: rate (2 + 1) / (8 + 2), so ceil(6 / 0.3) = 20, limited to 8.
     outcomes = [1, 1] + [0] * 6 + [1] * 4 + [SIZE] * 4
     collector = GroupCollector(8, DynamicSamplingConfig(enabled=True))
     # After 16 prompts 6 are mixed: ceil(2 / (7 / 18)) = 6.
@@ -157,7 +155,7 @@ def test_the_limit_stops_with_a_message_where_asked():
     limit = r"max_batches: after 2 generation batches \(8 prompts\) only 1 of 4 groups"
     with pytest.raises(DataError, match=limit):
         drive(GroupCollector(4, config), [0, 1, 0, 0, SIZE, 0, 0, 0])
-    # Full at the limit: no reason to stop.
+    # The batch is full at the limit, so there is no error.
     assert drive(GroupCollector(4, config), [0, 1, 1, 0, 1, 0, 1]) == [4, 4]
 
 
@@ -170,8 +168,9 @@ def test_the_limit_stops_with_a_message_where_asked():
     ],
 )
 def test_the_limit_names_who_has_failed(error, graded, kind, message):
-    """The verifier where nobody was graded and nobody else is named; what the policy has brought about ends
-    the run as wrong answers do."""
+    """The verifier is blamed if nothing was graded and the error names no other key.
+
+    Graded failures, which the policy caused, end the run as wrong answers do."""
     config = DynamicSamplingConfig(enabled=True, max_batches=2, at_limit="stop")
     collector = GroupCollector(4, config)
     failed = [structs.replace(response, error=error, graded=graded) for response in group(0, 0).samples]
@@ -182,11 +181,11 @@ def test_the_limit_names_who_has_failed(error, graded, kind, message):
 
 
 def test_lengths_and_reflection_by_hand():
-    """Of three responses of 2, 3 and 4 tokens the first is right; the means of nothing are left out."""
+    """The first of three responses (2, 3 and 4 tokens) is correct; means over no responses are left out."""
     plain = group(0, 1).samples
     stats = response_stats(plain)
     assert (stats["response/length_right"], stats["response/length_wrong"]) == (2, 3.5)
-    assert not any(name.startswith("reflection/") for name in stats)  # no words, nothing counted
+    assert not any(name.startswith("reflection/") for name in stats)  # no words configured
     both = [structs.replace(r, reflects=flag) for r, flag in zip(plain, (True, False, True), strict=True)]
     found = {name: value for name, value in response_stats(both).items() if name.startswith("reflection/")}
     expected = {"share": 2 / 3, "accuracy": 1 / 2, "accuracy_without": 0.0}
@@ -218,8 +217,7 @@ def test_lengths_and_reflection_by_hand():
     ],
 )
 def test_reflection_words(text, found):
-    """Whole words of Latin letters in any case, any space between the parts of a phrase; signs are no
-    patterns."""
+    """Latin words match as whole words in any case, with any space inside a phrase; signs match literally."""
     pattern = make_words_pattern(("wait", "let me check", "double-check", "等等", "c++"))
     assert (pattern.search(text) is not None) == found
 
@@ -230,7 +228,7 @@ def test_no_words_find_nothing():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int16])
 def test_routing_survives_json_and_is_a_column(kind):
-    """Of responses that have none, as of surplus from before it was recorded, each token has no choice."""
+    """Responses without routing, as in an older checkpoint's surplus, have no expert at any token."""
     routed, free = group(5, 2), group(6, 1)
     lengths = [len(routed.prompt.tokens) + r.num_sampled for r in routed.samples]
     for i, response in enumerate(routed.samples):
@@ -249,7 +247,7 @@ def test_routing_survives_json_and_is_a_column(kind):
 
 
 def of_turns(uid: int, reward: bool = True) -> SampleGroup:
-    """Responses of two turns with an observation between: s o s, s s o s, s s s o s."""
+    """Make two-turn responses of s(ampled) and o(bserved) tokens: s o s, s s o s, s s s o s."""
     made = group(uid, 2)
     for i, response in enumerate(made.samples):
         tokens = np.arange(3 + i, dtype=np.int32)
@@ -263,8 +261,9 @@ def of_turns(uid: int, reward: bool = True) -> SampleGroup:
 
 
 def test_what_was_observed_is_not_the_policys():
-    """Lengths count sampled tokens, and no version or reward of an observed one is looked at; one turn says
-    nothing of turns."""
+    """Lengths count sampled tokens; versions and rewards of observed tokens are ignored.
+
+    Single-turn responses have no episode metrics."""
     made, plain = of_turns(3), group(4, 1)
     assert [(r.num_sampled, r.num_tokens, r.oldest_version) for r in made.samples] == [
         (2, 3, 7),
@@ -298,7 +297,7 @@ def test_what_was_observed_is_not_the_policys():
     ("advantage", "counts"), [("gae", [2, 0, 0, 0, 3, 4]), ("group", [0, 0, 0, 0, 3, 4])]
 )
 def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
-    """As with T-PPO's windows, of which one may be there without the others of its prompt."""
+    """For example a T-PPO window in a batch without the other responses of its prompt."""
     groups = [group(1, 1), group(2, 1)]
     for number, only in zip((0, 1), ({0}, {1, 2}), strict=True):
         graded = [structs.replace(r, graded=i in only) for i, r in enumerate(groups[number].samples)]
@@ -332,7 +331,7 @@ def test_state_survives_json_exactly():
         assert np.array_equal(a.data.tokens, b.data.tokens)
         assert np.array_equal(a.data.logprobs, b.data.logprobs)
         assert a.with_data(None) == b.with_data(None)
-    old = group_state(before)  # of a checkpoint from before there were these fields
+    old = group_state(before)  # a checkpoint from before these fields existed
     for response in old["responses"]:
         for name in ("reflects", "routing", "sampled", "rewards", "turns", "calls"):
             del response[name]
@@ -340,7 +339,7 @@ def test_state_survives_json_exactly():
 
 
 class Words:
-    """Decodes token 7 to "7 "."""
+    """A tokenizer that decodes token 7 to "7 "."""
 
     eos_token_id = pad_token_id = chat_template = None
     name_or_path = ""
@@ -350,7 +349,7 @@ class Words:
 
 
 def test_samples_know_whose_each_part_is():
-    """What the parts say is the response; where nothing was shown, nothing is said of parts."""
+    """The parts join to the response; without observations there are no parts."""
     groups = [of_turns(3), group(4, 1)]
     found = make_records(1, groups, Words(), 6)
     for i in range(SIZE):
@@ -365,7 +364,7 @@ def test_samples_know_whose_each_part_is():
 
 
 def test_a_rows_other_columns_reach_whoever_draws() -> None:
-    """Integers of any size, half of a surrogate pair, and what JSON does not know."""
+    """Integers of any size, half of a surrogate pair, and values that JSON does not have."""
     extra = {"n": 10**30, "half": "\ud800", "day": date(2026, 11, 25), "raw": b"x", "a": {"b": [1, None]}}
     prompt = Prompt(7, "a", (1, 2), "3", "sums", extra, "q", "e")
     sent = m.encode_message(

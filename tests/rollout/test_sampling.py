@@ -1,4 +1,4 @@
-"""Random numbers, top-k and top-p, and inverse-CDF sampling against plain Python."""
+"""Random numbers, top-k and top-p, and inverse-CDF sampling, against plain Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=12)
 
 
 def splitmix64(seed: int, index: int) -> float:
-    """Vigna's reference, with Python's unbounded integers."""
+    """Compute Vigna's reference with Python's unbounded integers."""
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -70,7 +70,7 @@ def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
     token, logprob = choose(torch.tensor([logits]), torch.tensor([seed]), torch.tensor([index]), params)
     scaled = (torch.tensor(logits, dtype=torch.float64) / temperature).softmax(0)
-    # In float32: which of near-equals are kept is a matter of its last bit.
+    # In float32: a rounding error decides which of nearly equal tokens are kept.
     rounded = (torch.tensor([logits]) / temperature).log_softmax(-1).exp()
     kept = keep_top(rounded, top_k, top_p)[0].double().cumsum(0)
     point = splitmix64(seed, index) * float(kept[-1])
@@ -89,10 +89,10 @@ def test_choose_inverts_the_cdf(logits, seed, index, temperature, top_k, top_p):
     st.sampled_from([0.3, 0.9, 1.0]),
 )
 def test_blocks_of_a_large_vocabulary_change_nothing(vocab, block, seed, temperature, top_k, top_p):
-    """Sums of whole blocks and a running sum within one, against one running sum."""
+    """Sums of whole blocks with a running sum inside one block equal a single running sum."""
     g = torch.Generator().manual_seed(seed % 1000)
     logits = 3 * torch.randn(64, vocab, generator=g)
-    logits[:, ::3] = -torch.inf  # and blocks that no token of is possible
+    logits[:, ::3] = -torch.inf  # some blocks have no possible token
     logits[:, 0] = 0.0
     asked = (
         logits,
@@ -108,7 +108,7 @@ def test_blocks_of_a_large_vocabulary_change_nothing(vocab, block, seed, tempera
 
 
 def test_no_array_of_float64_as_large_as_the_logits():
-    """[256, 152,064] of them would be 300 MB at each token."""
+    """For logits [256, 152,064], a float64 copy would take 300 MB at each token."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     sizes: list[int] = []
@@ -131,8 +131,9 @@ def test_no_array_of_float64_as_large_as_the_logits():
 
 
 def test_draws_are_those_of_the_runs_before():
-    """Fixed numbers, from the code as it was on 2026-11-21: a change would change every run that is repeated
-    or resumed."""
+    """Compare with fixed numbers, recorded on 2026-11-21.
+
+    A difference would change every run that is repeated or resumed."""
     g = torch.Generator().manual_seed(5)
     logits = 2 * torch.randn(32, 900, generator=g)
     for params, expected in ((SamplingParams(1), DRAWN), (SamplingParams(1, 0.8, 0.6), NUCLEUS)):
@@ -169,7 +170,7 @@ def test_temperature_zero_is_greedy(logits):
 
 
 def test_seeds_are_stable_and_distinct():
-    # Fixed numbers: a change would change every run that is repeated or resumed.
+    # Fixed values: a difference would change every run that is repeated or resumed.
     assert (
         response_seed(0, 1, 2, 3)
         == int.from_bytes(

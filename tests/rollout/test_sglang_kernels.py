@@ -1,5 +1,6 @@
-"""What megarl calls instead of SGLang's kernels on a CPU: prompts in a batch, in two parts, and then token by
-token, against each sequence by itself in transformers' Qwen3.5 and in torch."""
+"""megarl's replacements of SGLang's kernels on a CPU, against transformers' Qwen3.5 and torch.
+
+Batched prompts run in two parts and then token by token; the reference runs each sequence alone."""
 
 from __future__ import annotations
 
@@ -33,19 +34,19 @@ def generator() -> torch.Generator:
 
 
 def part(whole: list[Tensor], first: int, last: int) -> Tensor:
-    """Tokens `first` to `last` of the prompts that have them, one prompt after the other."""
+    """Join tokens `first` to `last` of each prompt that has them."""
     return torch.cat([x[first : min(last, n)] for x, n in zip(whole, LENGTHS, strict=True) if n > first])
 
 
 def places(first: int, last: int) -> tuple[Tensor, Tensor]:
-    """The slots of these prompts, and where they begin and end in `part`."""
+    """Return the slots of these prompts, and their bounds in `part`."""
     lengths = [min(last, n) - first for n in LENGTHS if n > first]
     mine = torch.tensor([n > first for n in LENGTHS])
     return SLOTS[mine], torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def token(whole: list[Tensor], t: int) -> Tensor:
-    """Token `t` of the responses."""
+    """Return token `t` of each response."""
     return torch.stack([x[n + t] for x, n in zip(whole, LENGTHS, strict=True)])
 
 
@@ -54,7 +55,7 @@ def test_the_convolution_goes_on(generator: torch.Generator) -> None:
     whole = [torch.randn(n + NEW, CHANNELS, generator=generator) for n in LENGTHS]
     padded = [F.pad(x.T[None], (WIDTH - 1, 0)) for x in whole]
     expected = [F.silu(F.conv1d(x, weight[:, None], groups=CHANNELS))[0].T for x in padded]
-    states = torch.full((6, CHANNELS, WIDTH - 1), torch.nan)  # what is left of other requests
+    states = torch.full((6, CHANNELS, WIDTH - 1), torch.nan)  # values of earlier requests
     for first, last in ((0, 2), (2, 1000)):
         slots, bounds = places(first, last)
         out = causal_conv1d_fn_cpu(
@@ -88,7 +89,7 @@ def test_the_delta_rule_goes_on(generator: torch.Generator) -> None:
         rest = (value[None], decay[None], beta.sigmoid()[None], None, False)
         expected.append(rule(*shared, *rest, use_qk_l2norm_in_kernel=True)[0][0])
     states = torch.randn(6, HEADS, DV, DK, generator=generator)
-    states[SLOTS.long()] = 0  # as SGLang gives them to new requests
+    states[SLOTS.long()] = 0  # as SGLang initialises new requests
     others = states[[0, 3]].clone()
     for first, last in ((0, 66), (66, 1000)):
         slots, bounds = places(first, last)
@@ -129,7 +130,7 @@ def test_the_delta_rule_goes_on(generator: torch.Generator) -> None:
 
 
 def test_what_is_projected_is_taken_apart(generator: torch.Generator) -> None:
-    """In the order of SGLang's parameter: queries, keys, values and gates of all heads; beta, then alpha."""
+    """SGLang's order: queries, keys, values and gates of all heads; beta, then alpha."""
     sizes = (KEY_HEADS * DK, KEY_HEADS * DK, HEADS * DV, HEADS * DV)
     projected = [torch.randn(3, size, generator=generator) for size in (*sizes, HEADS, HEADS)]
     mixed, gate, beta, alpha = fused_qkvzba_split_reshape_cat_contiguous_cpu(
@@ -141,7 +142,7 @@ def test_what_is_projected_is_taken_apart(generator: torch.Generator) -> None:
 
 
 def test_gated_attention(generator: torch.Generator) -> None:
-    """A head's queries, then its gates; norms around zero."""
+    """Each head has its queries, then its gates; norm weights are offsets from 1."""
     heads, kv_heads, head_dim = 3, 2, 4
     queries, gates = torch.randn(2, 5, heads, head_dim, generator=generator)
     keys = torch.randn(5, kv_heads, head_dim, generator=generator)

@@ -1,5 +1,6 @@
-"""The client of SGLang servers that somebody else runs, against servers that speak their calls over real
-HTTP, with a real model behind them (servers.py). A real SGLang server: tests/sglang/test_servers.py."""
+"""The client of external SGLang servers, against HTTP servers with the same API (servers.py).
+
+tests/sglang/test_servers.py has a real SGLang server."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(folder: Path) -> Iterator[Callable[..., list[Server]]]:
-    """Starts so many servers."""
+    """Start `count` servers; close them after the test."""
     made: list[Server] = []
 
     def start(count: int = 2) -> list[Server]:
@@ -93,7 +94,7 @@ def configured(folder: Path, servers: list[Server], **rollout: Any) -> Config:
 
 
 class Trained:
-    """A client, its plan, and weights that change with each version. The reference has the same ones."""
+    """A client, its plan, weights that change with each version, and a reference engine with them."""
 
     def __init__(self, folder: Path, servers: list[Server], rank: int = 0, ranks: int = 1, **rollout: Any):
         self.config = configured(folder, servers, **rollout)
@@ -134,7 +135,7 @@ class Trained:
     def check(
         self, requests: list[GenerationRequest], found: list[TokenData], params: SamplingParams = PARAMS
     ) -> None:
-        """Responses are those of the present weights and the seeds, whoever gave them."""
+        """Check responses against the reference: current weights, same seeds, whichever server answered."""
         for ours, theirs in zip(found, self.reference.generate(requests, params), strict=True):
             assert (ours.tokens.tolist(), ours.finish_reason) == (
                 theirs.tokens.tolist(),
@@ -164,8 +165,7 @@ def asked(count: int = 12) -> list[GenerationRequest]:
 
 
 def test_responses_are_those_of_the_weights_that_were_sent(serve, train) -> None:
-    """Bit for bit the same weights at every server, after each update; as many tokens as each request may
-    have."""
+    """After each update, every server has bitwise the sent weights; responses keep their own token limits."""
     servers = serve()
     client = train(servers)
     for version in (0, 1):
@@ -184,7 +184,7 @@ def test_responses_are_those_of_the_weights_that_were_sent(serve, train) -> None
 
 
 def test_a_large_model_goes_in_buckets(tmp_path: Path) -> None:
-    """Of 1 MiB, or one tensor; the last one drops the prefix cache and brings the version."""
+    """A bucket holds at most 1 MiB or one tensor; the last one flushes the cache and sets the version."""
     folder = make_tiny_model(tmp_path / "wide", "llama", hidden=128, ffn=1100, layers=3, vocab=2500)
     server = Server(folder)
     server.start()
@@ -202,10 +202,9 @@ def test_a_large_model_goes_in_buckets(tmp_path: Path) -> None:
 
 
 def test_a_routers_bias_goes_in_float32(tmp_path: Path) -> None:
-    """Beside weights in bf16, of an odd number of experts: each where it can be viewed as its dtype, and none
-    over another."""
+    """Tensors of a bf16 model with 7 experts are aligned to their dtype in a bucket and do not overlap."""
     folder = make_tiny_model(tmp_path / "model", "glm4_moe", experts=7, dtype=torch.bfloat16)
-    server = Server(folder)  # which is not asked
+    server = Server(folder)  # receives no request
     config = configured(folder, [server])
     config = config.model_copy(update={"model": ModelConfig(path=folder, dtype="bf16")})
     plan = engine_plan(config, read_config(folder), Layout())
@@ -241,7 +240,7 @@ def test_one_that_always_closes_is_left_out_once(serve, train) -> None:
 
 
 def test_a_dead_server_is_left_out_and_comes_back_with_the_weights(serve, train) -> None:
-    """What it was asked is asked elsewhere; while it has other weights it is asked nothing."""
+    """Its requests go to the other server; until it has the current weights, it gets none."""
     servers = serve()
     client = train(servers)
     client.update(0)
@@ -272,7 +271,7 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_weights(serve, train)
 
 
 def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
-    """A server that was started again between two requests is found out by its first answer."""
+    """A server that restarts between two requests is detected by its first response's weight version."""
     servers = serve()
     client = train(servers)
     client.update(0)
@@ -284,7 +283,7 @@ def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
 
 
 def test_one_that_was_started_anew_between_two_updates_is_looked_at(serve, train) -> None:
-    """Nobody has asked it anything meanwhile."""
+    """The update detects restarted servers that had no request in between, and checks them again."""
     servers = serve()
     client = train(servers)
     client.update(0)
@@ -337,7 +336,7 @@ def test_a_server_without_a_sign_of_life_is_left_out(serve, train, monkeypatch: 
 
 
 def test_a_slow_server_is_waited_for(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a response for longer than the time that it may be silent."""
+    """A response takes 6 s, longer than engine_timeout (3 s), while health checks are answered."""
     monkeypatch.setattr(sglang_pool, "PULSE", 0.05)
     monkeypatch.setattr(sglang_servers, "TOKEN", 10.0)
     servers = serve(1)
@@ -490,7 +489,7 @@ def test_a_wrong_server_that_comes_back_is_not_taken(serve, train) -> None:
 
 
 def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> None:
-    """Also where it passes something on to a server that has no weights, and when it dies."""
+    """Also after it forwards requests to a server without the weights, and after the router itself stops."""
     servers = serve()
     router = Router(servers)
     router.start()
@@ -524,7 +523,7 @@ def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> No
 
 
 def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) -> None:
-    """Four ranks, two to a client, three servers: each server gets its weights from one client."""
+    """Four ranks, two per client, three servers: each server gets its weights from one client."""
     servers = serve(3)
     clients = [Trained(folder, servers, rank, 4, engine_tp=2) for rank in (0, 2, 1)]
     first, second, idle = clients
@@ -533,7 +532,7 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     assert [server.url for server in second.engine.pool.own] == [urls[1]]
     assert idle.engine.pool.own == [] and idle.buckets == [{}]
     assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
-    for client in clients:  # each phase after the other, as the ranks of a job
+    for client in clients:  # phase by phase, like the ranks of a job
         client.backend.begin()
     for client in clients:
         for name, tensor in client.buckets[0].items():
@@ -546,14 +545,14 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     for name, parameter in second.reference.parameters().items():
         parameter.detach().copy_(second.value(name, 1))
     second.reference.end_update(1)
-    servers[1].stop()  # its own one: those of the other client go on with what it asks
+    servers[1].stop()  # the client's only server; the other client's servers answer its requests
     second.check(asked(), second.engine.generate(asked(), PARAMS))
     for client in clients:
         client.engine.stop()
 
 
 def test_ranks_of_several_nodes_may_share_a_client(folder: Path) -> None:
-    """And begin anywhere behind those that train; the first of each client's ranks gets all tensors."""
+    """Rollout ranks may follow any number of training ranks; each client's first rank gets all tensors."""
     config = configured(folder, [], engine_tp=4)
     config = config.model_copy(update={"parallel": ParallelConfig(rollout_ranks=8)})
     targets = engine_targets(config, read_config(folder), 6)
@@ -614,7 +613,7 @@ def test_a_wrong_server_is_found_before_the_run(serve, folder: Path, what: str) 
 
 
 def test_a_server_may_say_the_models_name(serve, folder: Path) -> None:
-    """Its folder is on another machine; a run without stop texts needs no tokenizer there."""
+    """Its model path is on another machine. Without stop texts and tools, it needs no tokenizer."""
     (server,) = serve(1)
     server.model_info.update(model_path="/elsewhere/x", served_model_name="org/tiny")
     server.server_info.update(skip_tokenizer_init=True)
@@ -674,7 +673,7 @@ def test_contradictions(rollout: dict[str, Any], problem: str) -> None:
 
 
 def test_a_plan_counts_nothing_of_the_servers_on_the_ranks() -> None:
-    """But for what a bucket takes, whatever the model; more servers are quicker."""
+    """A plan counts a transfer bucket but no engine memory on the ranks; more servers generate faster."""
     path, urls = ROOT / "configs" / "dapo_32b.yaml", ",".join(f"http://a:{n}" for n in range(1, 17))
     own, few, many = (
         make_plan_inputs(load_config(path, more), KNOWN_MODELS["Qwen2.5-32B"])
@@ -709,9 +708,10 @@ def megarl(folder: Path, *words: str) -> str:
 def test_a_run_over_servers_of_which_one_dies(
     serve, folder: Path, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    """Three steps of a real run of two ranks, each with a server, or one with both and a step ahead:
-    log-probs are the trainer's in each step, so the weights have come. One server dies and is reported. The
-    evaluation afterwards has it back."""
+    """Run three steps with two ranks: a server for each, or both for one rank, one step off-policy.
+
+    Log-probs equal the trainer's in each step, so the weights have arrived. One server dies and is reported.
+    The evaluation afterwards uses it again."""
     servers = serve()
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

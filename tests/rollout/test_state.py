@@ -1,4 +1,4 @@
-"""The rollouts' part of a checkpoint: its keys and their meaning do not change when fields are renamed."""
+"""The rollouts' part of a checkpoint keeps its keys and their meaning when fields are renamed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megarl.data.sample import TokenData
 from megarl.rollout.state import join_shares, load_state
 
-# As a run wrote it before the types of megarl/data/sample.py existed.
+# As written by a run from before the types of megarl/data/sample.py existed.
 STATE: dict[str, Any] = {
     "surplus": [
         {

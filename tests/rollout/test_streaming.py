@@ -1,5 +1,6 @@
-"""Dynamic sampling on an engine whose responses end one by one, in any order: which groups are accepted does
-not depend on it. And answers of SGLang that cannot be answers."""
+"""Which groups dynamic sampling accepts does not depend on the order in which responses finish.
+
+Also: invalid responses of SGLang."""
 
 from __future__ import annotations
 
@@ -40,11 +41,12 @@ from tests.weights.folders import described
 
 
 class OutOfOrder(TransformersEngine):
-    """The transformers engine, whose answers are handed out a few at a time, in an order of chance; what is
-    aborted has got half-way, or has just ended, which no later request may go on with."""
+    """A transformers engine that returns finished responses a few at a time, in random order.
+
+    An abort returns half of a response, or all of it, which no later request may continue."""
 
     chance = random.Random(0)
-    fail_after = 0  # polls; 0: never
+    fail_after = 0  # number of polls; 0: never
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         if not hasattr(self, "ready_made"):
@@ -110,10 +112,9 @@ def collect(
     shown: int = 0,
     **rollout: Any,
 ) -> tuple[list[Any], list[Failures]]:
-    """The uids of each step's groups with their responses' tokens, of all ranks together; and the failures
-    that were to be recovered from."""
+    """Return the groups of each step (uid and tokens of responses, merged over ranks), and the failures."""
     settings = {
-        "engine": "sglang",  # whose continuous batching OutOfOrder stands for
+        "engine": "sglang",  # OutOfOrder stands for its continuous batching
         "prompts": 5,
         "group_size": 3,
         "max_response_tokens": 8,
@@ -153,7 +154,7 @@ def collect(
             assert len({uid for uid, _ in groups}) == 1
             responses = []
             for bodies in zip(*(responses for _, responses in groups), strict=True):
-                (body,) = (body for body in bodies if body is not None)  # on one rank
+                (body,) = (body for body in bodies if body is not None)  # exactly one rank has it
                 responses.append((body.tokens.tolist(), body.policy_versions is None))
             step.append((groups[0][0], responses))
         together.append(step)
@@ -169,7 +170,7 @@ def collect_one(
     fail_after: int,
     failures: list[Failures],
 ) -> list[Any]:
-    """What one rank has of each step: the uids of the groups with their responses' bodies."""
+    """Return the groups of each step on one rank: their uid and the data of their responses."""
     torch.set_num_threads(1)
     folder, tokenizer, prompts = world
     engine = OutOfOrder(folder, eos_ids=range(1, 60))
@@ -203,7 +204,7 @@ def test_what_is_accepted_does_not_depend_on_what_ends_first(world: Any) -> None
     for order in range(1, 5):
         assert collect(world, order)[0] == first
     uids = [uid for step in first for uid, _ in step]
-    # In the order of the prompts, of which none is lost or used twice.
+    # Prompts stay in order; none is lost or used twice.
     assert uids == sorted(uids) and len(uids) == len(set(uids))
 
 
@@ -217,7 +218,7 @@ def test_partial_responses_go_on_in_the_next_step(world: Any) -> None:
 
 
 def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> None:
-    """A run that is continued with less oversampling ends its step before it has drawn all of them."""
+    """A run resumed with less oversampling finishes its step before it has continued all of them."""
     folder, tokenizer, prompts = world
     engine = OutOfOrder(folder, eos_ids=range(1, 60))
     engine.start()
@@ -244,14 +245,14 @@ def test_partial_responses_are_kept_until_they_are_drawn_again(world: Any) -> No
 
 
 async def twice(prompt: Prompt, policy: Policy) -> None:
-    """Three tokens, something that is shown, and the rest."""
+    """Generate three tokens, observe two, generate the rest."""
     await policy.generate(max_tokens=3)
     policy.observe(prompt.tokens[:2])
     await policy.generate()
 
 
 def test_episodes_of_two_turns_go_on_where_they_stopped(world: Any) -> None:
-    """In whichever turn; the tokens are those of an undisturbed rollout."""
+    """An abort in either turn does not change the tokens."""
     settings: dict[str, Any] = {
         "continue_partial": True,
         "episode": f"{__name__}:twice",
@@ -270,8 +271,9 @@ def test_episodes_of_two_turns_go_on_where_they_stopped(world: Any) -> None:
 
 @pytest.mark.parametrize(("keep", "ranks"), [(False, 2), (True, 3)])
 def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
-    """Responses stay on the rank that drew them; what an engine goes on with comes there (it checks that it
-    is the beginning of its own answer), from a checkpoint too."""
+    """Responses stay on the rank that sampled them, also after a checkpoint.
+
+    OutOfOrder checks that a prefix belongs to its own response."""
     alone, _ = collect(world, order=2, continue_partial=keep)
     found, _ = collect(world, order=2, ranks=ranks, continue_partial=keep)
     if not keep:
@@ -282,7 +284,7 @@ def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
     def continued(steps: list[Any]) -> bool:
         return any(not fresh for step in steps for _, responses in step for _, fresh in responses)
 
-    if keep:  # how the threads are scheduled decides which responses are cut off: in some run there are any
+    if keep:  # thread scheduling decides which responses are aborted: expect some in at least one run
         runs = (collect(world, order, ranks=ranks, continue_partial=True)[0] for order in range(3, 20))
         assert continued(found) or any(map(continued, runs))
     else:
@@ -290,8 +292,9 @@ def test_over_several_engines(world: Any, ranks: int, keep: bool) -> None:
 
 
 def test_nothing_begins_behind_an_abort(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Responses still wait for an engine when the step has what it needs, and bodies are fetched then: what
-    an engine begins now it would draw beside the training."""
+    """After the abort no response starts, or the engine would generate during training.
+
+    At that time responses still wait for an engine and tokens are fetched."""
     aborted, fetched, begun = False, 0, 0
     send = m.Hub.send
 
@@ -315,7 +318,7 @@ def test_a_failure_costs_nothing_but_time(world: Any) -> None:
 
 
 async def thinks_better_of_it(prompt: Prompt, policy: Policy) -> bool:
-    """Three tokens, and no more, though they were asked for."""
+    """Generate three tokens, then start another turn and cancel it."""
     await policy.generate(max_tokens=3)
     asked = asyncio.create_task(policy.generate())
     while not policy.generating:
@@ -326,7 +329,7 @@ async def thinks_better_of_it(prompt: Prompt, policy: Policy) -> bool:
 
 
 class DiesWhenDropping(OutOfOrder):
-    """Is still writing what nobody waits for any more when a rollout ends, and dies when that is ended."""
+    """An engine that still runs cancelled requests when a rollout ends, and fails when they are aborted."""
 
     dies = dead = False
 
@@ -351,7 +354,7 @@ class DiesWhenDropping(OutOfOrder):
 
 
 def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(world: Any) -> None:
-    """At the end of a rollout, where the other ranks meet no failure: the next one has it."""
+    """The failure occurs at the end of a rollout and is recovered in the next one, also on the other rank."""
     episode = {"episode": f"{__name__}:thinks_better_of_it", "max_response_tokens": 9}
     rollout: dict[str, Any] = {"engine": "sglang", "prompts": 4, "group_size": 2, **episode}
     config = Config(recipe="ppo", run_dir="runs/x", steps=1, model={"path": world[0]}, rollout=rollout)
@@ -407,8 +410,9 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_the_experts_of_an_answer(tmp_path: Path) -> None:
-    """As SGLang encodes them, int32 [tokens - 1, layers, topk], of a continued response too; nonsense is
-    found."""
+    """SGLang encodes experts as int32 [tokens - 1, layers, topk]; here for a continued response.
+
+    Invalid values raise an error."""
     rollout = {"engine": "sglang", "engine_tp": 2, "routing_replay": True}
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     mixture = described("qwen3_moe", 2, 16, 4, 2, 7, 307, moe_intermediate_size=5, num_experts=300)
@@ -437,7 +441,7 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
 
 
 def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_path: Path) -> None:
-    """Another one still has them, and would draw them twice."""
+    """An engine that was not restarted still has its requests and would sample them twice."""
     config = Config(
         recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
     )
@@ -458,7 +462,7 @@ def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_pa
 
 
 def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
-    """What is left of it behind a partial response; what does not fit the model is refused."""
+    """The limit excludes a prefix's tokens; requests longer than the model's positions are refused."""
     config = Config(
         recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout={"engine": "sglang"}
     )

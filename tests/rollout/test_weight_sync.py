@@ -1,5 +1,4 @@
-"""Weight sync to SGLang on GPUs as far as it needs none: memory, messages and handles, from the real plans of
-32B models."""
+"""Weight sync to SGLang without a GPU: memory, messages and handles, with the plans of 32B models."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ HF = {
     **KNOWN_MODELS["Qwen2.5-32B"],
 }
 META = torch.device("meta")
-# (tp, pp, dp, engine_tp); in the second a quarter of the ranks has no message in the first bucket.
+# (tp, pp, dp, engine_tp). In the second, a quarter of the ranks has no message in the first bucket.
 LAYOUTS = [
     (8, 4, 4, 8),
     pytest.param((4, 2, 16, 4), marks=pytest.mark.slow),
@@ -69,7 +68,7 @@ def planned(tp: int, pp: int, dp: int, engine_tp: int, *overrides: str) -> tuple
 
 
 def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
-    """One rank's weight sync as a run makes it, of tensors that take no memory."""
+    """Make one rank's weight sync as in a run, from meta tensors, which take no memory."""
     config, layout, plan = planned(*sizes)
     engine = SGLangEngine(config, HF, rank, META, (1,))
     engine.process = None
@@ -106,7 +105,7 @@ def weight_sync_of(rank: int, *sizes: Any) -> WeightSync:
 def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
     sizes: tuple[int, ...], weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There were 34 staging memories of 3.9 GiB in all, for ever, and a plan of 0.25 GiB."""
+    """Regression: 34 staging buffers took 3.9 GiB permanently, while the plan counted 0.25 GiB."""
     overrides = (f"rollout.weights_dtype={weights}",)
     plan = make_plan_inputs(planned(*sizes, *overrides)[0], HF)
     there: list[int] = []
@@ -130,7 +129,7 @@ def test_a_weight_sync_takes_what_is_planned_and_gives_it_back(
 
 @given(st.lists(st.integers(0, 9)), st.integers(1, 12))
 def test_tensors_are_packed_in_their_order(sizes: list[int], limit: int) -> None:
-    """As full as they may be: the first tensor of a part would not have fitted into the one before."""
+    """Each part is as full as possible: the first tensor of the next part would not fit."""
     parts = pack({str(i): size for i, size in enumerate(sizes)}, limit)
     assert [int(name) for part in parts for name in part] == list(range(len(sizes))) and all(parts)
     filled = [[sizes[int(name)] for name in part] for part in parts]
@@ -142,7 +141,7 @@ def test_tensors_are_packed_in_their_order(sizes: list[int], limit: int) -> None
 def test_an_engine_that_has_its_frozen_weights_gets_the_others(
     weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused tensors and scales too, in buckets of their own; after a sleep or a failure it gets all."""
+    """Frozen tensors have separate buckets, fused ones and scales too. A sleep or failure resends all."""
     ran: list[str] = []
     monkeypatch.setattr(
         Transfer, "run", lambda self: ran.extend(self._targets) or TransferStats(0, 0, 0, 0.0)
@@ -195,8 +194,7 @@ def _raise(error: Exception) -> None:
 
 @pytest.fixture
 def fake_job() -> Iterator[Any]:
-    """Megarl's start as a rank of a job whose other ranks are not there; gives the members of the groups in
-    which it sums, in order."""
+    """Start one rank of a job without its other ranks; return the groups of its all-reduces, in order."""
 
     def start(rank: int, layout: Layout) -> list[list[int]]:
         cpu_platform.install()
@@ -224,8 +222,9 @@ def fake_job() -> Iterator[Any]:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int], fake_job: Any) -> None:
-    """Messages go through the job's group; NCCL would make its communicator with those ranks alone that have
-    some, and wait for ever."""
+    """All ranks use the job's group before the first message.
+
+    Otherwise NCCL would create its communicator only with the ranks that have messages, and hang."""
     config, layout, plan = planned(*sizes)
     first = plan.part(SharedMemoryBackend(config, 1, META, torch.bfloat16).split(plan)[0])
     everyone = list(range(layout.world))
@@ -244,8 +243,9 @@ def test_no_transfer_is_the_first_use_of_a_group(sizes: tuple[int, int, int, int
 
 
 def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch wraps a shared CUDA storage once more at every sharing and keeps the wrappers as long as the
-    storage: there must be a new one for every handle, of the same bytes."""
+    """Each handle needs a new storage object over the same bytes.
+
+    torch wraps a shared CUDA storage again at each sharing and keeps the wrappers as long as the storage."""
     shared: list[torch.Tensor] = []
 
     def dumps(value: Any) -> bytes:
@@ -272,7 +272,7 @@ def test_a_handle_is_of_memory_that_is_shared_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_engine_runs_without_expandable_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's memory saver refuses them; the allocator's other options stay."""
+    """SGLang's memory saver refuses them; other allocator options stay."""
     for value, left in (
         ("expandable_segments:True", None),
         ("max_split_size_mb:512,expandable_segments:True", "max_split_size_mb:512"),
@@ -321,7 +321,7 @@ def test_a_user_is_told_that_the_engine_runs_without_them(
 
 
 def test_engines_behind_the_trainers_begin_with_one_of_their_first_ranks() -> None:
-    """6 trainers and 4 ranks with engines: no engine of 4 would have all its ranks in one node of 8."""
+    """With 6 trainers and 4 rollout ranks, an engine of 4 ranks would span two nodes of 8."""
     engines = ["parallel.rollout_ranks=4", "rollout.engine_tp=4"]
     config = load_config(ROOT / "configs/vapo_32b.yaml", engines)
     with pytest.raises(ConfigError, match=r"^rollout\.engine_tp: 4 does not divide the 6 training ranks"):
@@ -356,7 +356,7 @@ def test_fp8_blocks_are_not_sent_to_an_engine_that_packs_them_in_its_own_way(
 
 
 class Told:
-    """An engine's process that notes what it is told."""
+    """An engine process that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -366,8 +366,9 @@ class Told:
 
 
 def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
-    """SGLang has their memory in hand only where an environment variable says so before it captures them, and
-    not that of its breakable ones, its default for prefill: it does not start with both."""
+    """SGLang's memory saver covers CUDA graphs only if an environment variable is set before capture.
+
+    SGLang does not start with that variable and breakable graphs, its default for prefill."""
     config = planned(2, 1, 4, 2)[0]
     for options, sleeps in (
         ({}, True),
@@ -398,8 +399,9 @@ def test_the_graphs_of_decoding_sleep_with_the_kv_cache() -> None:
 def test_an_engine_starts_when_all_ranks_have_given_back_their_memory(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After all models are made and settled: SGLang looks how much of each GPU is free, and refuses unlike
-    ones."""
+    """The engine starts after all models are built and caches emptied on all ranks.
+
+    SGLang measures the free memory of each GPU and refuses to start if they differ."""
     order: list[str] = []
 
     def says(word: str) -> Any:

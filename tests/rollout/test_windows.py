@@ -1,5 +1,7 @@
-"""Windows of responses (`rollout.window`): what has not ended goes on in the next step, its place is filled
-again, and nothing of it depends on time, on the engines or on a checkpoint between two steps."""
+"""Windows of responses (`rollout.window`): unfinished responses continue in the next step.
+
+New responses replace finished ones. The result does not depend on timing, on the number of engines, or on a
+checkpoint between two steps."""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ from tests.rollout.test_streaming import OddText, OutOfOrder
 from tests.tiny_models import make_tiny_model
 
 PROMPTS, GROUP, WINDOW, LONGEST = 3, 3, 4, 14
-EOS = range(1, 30)  # a response ends after about ten tokens
+EOS = range(1, 30)  # a response has about ten tokens
 
 
 class Seen(NamedTuple):
-    """A response of one step, as one of the ranks has it."""
+    """A response of one step, as seen by one rank."""
 
     uid: int
     finish: str
@@ -60,11 +62,12 @@ def make_config(folder: Path, **rollout: Any) -> Config:
 def draw(
     world: Any, steps: int = 9, ranks: int = 1, order: int | None = None, reload: int = 0, **rollout: Any
 ) -> tuple[list[list[Seen]], list[dict[str, float]], list[Any]]:
-    """The responses of each step with their bodies, which are on one of the ranks; its statistics; and its
-    batches, where there is one rank. order: None is the transformers engine; else answers come back in an
-    order of chance. reload: a step after which another RolloutRank goes on from what a checkpoint holds."""
+    """Return for each step its responses, with the tokens that one rank has, its metrics, and its batch.
+
+    The batch is None if there are several ranks. `order`: None uses the transformers engine, a number makes
+    responses finish in a random order. `reload`: the step after which a new RolloutRank resumes."""
     if order is not None:
-        rollout["engine"] = "sglang"  # whose continuous batching OutOfOrder stands for
+        rollout["engine"] = "sglang"  # OutOfOrder stands for its continuous batching
     config, runtimes = make_config(world[0], **rollout), threads(ranks)
 
     def one(rank: int) -> list[Any]:
@@ -112,7 +115,7 @@ def draw(
 
 
 def shown(steps: list[list[Seen]]) -> list[Any]:
-    """All but arrays, to be compared."""
+    """Convert arrays to lists, so that steps can be compared."""
     return [
         [(*one[:-1], one.body.tokens.tolist(), one.body.logprobs.tolist()) for one in rows if one.body]
         for rows in steps
@@ -120,7 +123,7 @@ def shown(steps: list[list[Seen]]) -> list[Any]:
 
 
 def responses_of(steps: list[list[Seen]]) -> dict[tuple[int, ...], list[tuple[int, Seen]]]:
-    """The windows of each response with their steps, in order; a response is found again by its tokens."""
+    """Return the windows of each response with their steps, in order, matched by the tokens of the prefix."""
     found: dict[tuple[int, ...], list[tuple[int, Seen]]] = {}
     for number, rows in enumerate(steps, start=1):
         for one in rows:
@@ -142,7 +145,7 @@ def test_no_response_is_lost_and_every_place_is_filled(drawn: Any) -> None:
     assert all(len(rows) == PROMPTS * GROUP for rows in steps)
     for rows, following in pairwise(steps):
         going_on = [one for one in rows if one.finish == "window"]
-        again = following[: len(going_on)]  # first, and in their order
+        again = following[: len(going_on)]  # first, in the same order
         assert [one.uid for one in again] == [one.uid for one in going_on]
         for before, after in zip(going_on, again, strict=True):
             assert after.begun == before.body.tokens.size
@@ -168,13 +171,15 @@ def test_no_response_is_lost_and_every_place_is_filled(drawn: Any) -> None:
 
 
 def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
-    """Which the engine draws at once from the prompt and the seed: that of the step in which its prompt was
-    drawn, and of its place in the group. Prompts come in order, and none is left out."""
+    """The tokens of all windows equal one generation from the prompt and the seed.
+
+    The seed depends on the step that took the prompt and on the index in the group. Prompts come in order
+    and none is skipped."""
     steps, *_ = drawn
     engine = TransformersEngine(world[0], eos_ids=EOS)
     engine.start()
     load_folder(engine, version=0)
-    first: dict[int, int] = {}  # by prompt, the step that drew it
+    first: dict[int, int] = {}  # by prompt, the step that has its first response
     for number, rows in enumerate(steps, start=1):
         for one in rows:
             first.setdefault(one.uid, number)
@@ -186,7 +191,7 @@ def test_windows_together_are_the_response(world: Any, drawn: Any) -> None:
             assert number == len(steps)
             continue
         assert [step for step, _ in windows] == list(range(windows[0][0], number + 1))
-        drawn_in = {first[last.uid], first[last.uid] - 1} - {0}  # a prompt's last responses may wait a step
+        drawn_in = {first[last.uid], first[last.uid] - 1} - {0}  # responses may start a step later
         requests = [
             GenerationRequest(world[2][last.uid].tokens, response_seed(5, step, last.uid, index))
             for step in drawn_in
@@ -213,7 +218,7 @@ def test_the_batch_tells_windows_apart(drawn: Any) -> None:
             prompt = length - one.body.tokens.size
             expected += [False] * (prompt + one.begun) + [True] * (one.body.tokens.size - one.begun)
         assert batch.sampled_mask.tolist() == expected
-        if "token_versions" in batch:  # what was drawn now is of the newest weights, the rest of older ones
+        if "token_versions" in batch:  # only tokens of this step have the newest version
             versions = batch["token_versions"]
             assert set(versions[batch.sampled_mask].tolist()) == {number}
             assert (versions[batch.response_mask & ~batch.sampled_mask] < number).all()

@@ -1,4 +1,4 @@
-"""Everything here needs sglang (`make test-sglang` makes an environment that has it) and takes long."""
+"""All tests here need sglang (`make test-sglang` makes an environment with it) and are slow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engine's process with two calls more, for tests: what SGLang's ranks really hold, and its own loading
-of a folder."""
+"""The engine's process with two more calls for tests: `dump` of parameters and `read` of a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ DUMP = "tests.sglang.inside.dump"
 
 class Calls(sglang_host.Calls):
     async def dump(self, path: str, ranks: int) -> None:
-        """Each rank's parameters into `path` with its rank put in."""
+        """Write each rank's parameters to `path`, formatted with its rank."""
         payload = bytes(ForkingPickler.dumps([(path, torch.empty(0))]))
         await self.begin()
         request = self.io.UpdateWeightsFromTensorReqInput(
@@ -24,7 +23,7 @@ class Calls(sglang_host.Calls):
         await self.end()
 
     async def read(self, folder: str) -> None:
-        """Hugging Face's tensors in `folder` through SGLang's own loader."""
+        """Load Hugging Face's tensors of `folder` with SGLang's own loader."""
         request = self.io.UpdateWeightFromDiskReqInput(model_path=folder, load_format="auto")
         success, message, _ = await self.manager.update_weights_from_disk(request, None)
         self._check("read", (success, message))

@@ -1,4 +1,4 @@
-"""Run inside SGLang's processes, for tests: a "loader" that writes what the model holds."""
+"""Runs inside SGLang's processes, for tests: a "loader" that writes the model's parameters to a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 
 def dump(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
-    """Every parameter of this rank into the file that the first name, with its rank put in, says."""
+    """Write every parameter of this rank to the file named by the first tensor's name and the rank."""
     from sglang.srt.runtime_context import get_parallel
 
     assert not sys.modules.get("megatron.core"), "its setting of the memory saver would end CUDA graphs"

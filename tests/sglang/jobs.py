@@ -1,5 +1,4 @@
-"""What ranks do in the tests of this folder: a real actor, a real SGLang engine, which stays from job to
-job."""
+"""Jobs of the ranks in these tests: a real actor and a real SGLang engine, kept from job to job."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ SCENES: dict[str, Any] = {}  # of this rank's process
 PROMPTS = [(3, 9, 4), (7,) * 11, (20, 5), (3, 9, 4), (5, 6, 7, 8, 9, 10), (41, 40, 39)]
 DUMP = "tests.sglang.inside.dump"
 PATIENCE = (
-    20.0  # seconds without progress before an engine hangs: an engine on a loaded machine must not seem to
+    20.0  # seconds without progress until an engine counts as hanging; long enough for a loaded machine
 )
 
 
 class Scene:
-    """An actor and an engine that is fed by it."""
+    """An actor and an engine that gets its weights."""
 
     def __init__(self, runtime: Runtime, folder: Path, options: dict[str, Any]) -> None:
         from transformers import AutoTokenizer
@@ -82,13 +81,13 @@ class Scene:
         assert isinstance(self.engine, SGLangEngine)
         if self.engine.process is not None:
             self.engine.process.module = "tests.sglang.host"
-            # Not found by itself: the current folder is not searched.
+            # Needed, as the current folder is not searched.
             self.engine.process.environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         self.engine.start()
         self.weight_sync = make_weight_sync(self.config, runtime, read_config(folder), model, self.engine)
 
     def generate(self, requests: list[GenerationRequest], params: SamplingParams) -> list[TokenData]:
-        """From the engine's first rank, on every rank."""
+        """Generate on the engine's first rank; return the responses on every rank."""
         leader = self.runtime.rank == 0
         return gather_objects(
             self.runtime, self.engine.generate(requests, params) if leader else None, list[TokenData] | None
@@ -96,20 +95,19 @@ class Scene:
 
 
 def start(runtime: Runtime, name: str, folder: Path, **options: Any) -> list[int]:
-    """Begins a scene; gives the processes of its engine's host."""
+    """Start a scene; return the process ids of its engine's host."""
     SCENES[name] = Scene(runtime, folder, options)
     engine = SCENES[name].engine
     return [engine.process.pid] if engine.process else []
 
 
 def wait(runtime: Runtime, name: str) -> bool:
-    """Whether the engine is ready; waits for a while."""
+    """Wait for a while; return whether the engine is ready."""
     return all(gather_objects(runtime, SCENES[name].engine.ready(60.0), bool))
 
 
 def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, Any]:
-    """The actor's weights into the engine; what SGLang's ranks hold then goes to files, and the actor is
-    exported."""
+    """Send the actor's weights to the engine, dump the parameters of SGLang's ranks, and export the actor."""
     from megarl.sync.export import export_hf
     from megarl.weights.families import rename_to_table
 
@@ -130,7 +128,7 @@ def deliver(runtime: Runtime, name: str, version: int, dump: Path) -> dict[str, 
 
 
 def read(runtime: Runtime, name: str, folder: Path, dump: Path) -> None:
-    """What SGLang's ranks hold once SGLang has loaded a folder itself goes to files."""
+    """Let SGLang load a folder itself, then dump the parameters of its ranks."""
     scene = SCENES[name]
     if runtime.rank == 0:
         scene.engine.process.call("read", str(folder))
@@ -140,7 +138,7 @@ def read(runtime: Runtime, name: str, folder: Path, dump: Path) -> None:
 
 
 def update(runtime: Runtime, name: str) -> float:
-    """One optimizer step of the actor; gives the gradient's norm."""
+    """Take one optimizer step of the actor; return the gradient norm."""
     from megarl.training.batch import make_train_batch
     from megarl.training.objectives import supervised_loss
 
@@ -160,7 +158,7 @@ def sample(
     count: int = 3,
     asked: Sequence[tuple[int, ...]] = PROMPTS,
 ) -> tuple[list[TokenData], Any]:
-    """`count` responses to each prompt, and the trainer's log-probabilities of their tokens."""
+    """Return `count` responses to each prompt, and the trainer's log-probs of their tokens."""
     from megarl.training.batch import make_micro_batches
 
     scene = SCENES[name]
@@ -177,13 +175,13 @@ def sample(
 def interrupt(
     runtime: Runtime, name: str, params: SamplingParams
 ) -> tuple[list[TokenData], list[TokenData], list[TokenData]]:
-    """Responses in one go; the same aborted in the middle; and those gone on with."""
+    """Return responses without an abort, the same responses aborted midway, and the latter continued."""
     engine = SCENES[name].engine
     requests = {i: GenerationRequest(PROMPTS[i % len(PROMPTS)], 100 + i) for i in range(40)}
     whole = engine.generate(list(requests.values()), params)
     engine.submit(requests, params)
     ended: dict[int, TokenData] = {}
-    while len(ended) < 2:  # some of 40 have ended, some of the 32 that run at once are under way, some wait
+    while len(ended) < 2:  # of 40 requests 32 run at once: some have ended, some run, some wait
         ended |= dict(engine.poll(5.0))
     ended |= dict(engine.abort())
     begun = [ended[i] for i in requests]
@@ -197,7 +195,7 @@ def interrupt(
 
 
 def read_late(runtime: Runtime, name: str, params: SamplingParams) -> list[TokenData]:
-    """More answers than a socket holds, to a reader that looks away while they come."""
+    """Generate more responses than fit into a socket's buffer, while the reader pauses."""
     engine = SCENES[name].engine
     requests = {i: GenerationRequest(PROMPTS[i % len(PROMPTS)], i) for i in range(300)}
     engine.submit(requests, params)
@@ -209,7 +207,7 @@ def read_late(runtime: Runtime, name: str, params: SamplingParams) -> list[Token
 
 
 def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
-    """Asleep and awake again; the message of a request before the weights are back."""
+    """Sleep and wake; return the error message of a request before the weights are back."""
     scene = SCENES[name]
     scene.engine.sleep()
     scene.engine.wake()
@@ -222,8 +220,7 @@ def sleep_and_wake(runtime: Runtime, name: str, version: int) -> str:
 
 
 def sleep_of_the_dead(runtime: Runtime, name: str) -> dict[str, Any]:
-    """The engine is killed, then all are told to sleep: it is started anew and sleeps too, and wakes to the
-    actor's weights."""
+    """Kill the engine, then call sleep: it restarts, sleeps, and wakes with the actor's weights."""
     scene = SCENES[name]
     weight_sync, process = scene.weight_sync, scene.engine.process
     if process is not None:
@@ -241,14 +238,16 @@ def sleep_of_the_dead(runtime: Runtime, name: str) -> dict[str, Any]:
 
 
 class Parity:
-    """A verifier: right are texts of even length."""
+    """A verifier that calls texts of even length correct."""
 
     def verify(self, items: Any) -> list[Verdict]:
         return [Verdict(correct=len(text) % 2 == 0, extracted=text[-1:]) for text, _ in items]
 
 
 def rollout(runtime: Runtime, name: str, harm: str = "", most_failures: int = 3) -> dict[str, Any]:
-    """Groups through the whole path of a step. harm: what happens to SGLang's scheduler once it generates."""
+    """Generate groups as in a step.
+
+    harm: kill or stop SGLang's scheduler once it generates, or set the weights to NaN before."""
     scene = SCENES[name]
     scene.weight_sync.failures, scene.weight_sync.max_failures = 0, most_failures
     rank = RolloutRank(
@@ -300,7 +299,7 @@ def stop(runtime: Runtime, name: str) -> None:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Of these processes, those that still run, after a while."""
+    """Return the processes that still run after at most 30 s."""
     end = time.monotonic() + 30
     while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,5 +1,6 @@
-"""An SGLang server as somebody else runs it: `python -m tests.sglang.server --model-path ...`, with SGLang's
-own arguments. The stubs that a CPU needs are those of megarl's own engine, in each of its processes."""
+"""An external SGLang server: `python -m tests.sglang.server --model-path ...`, SGLang's arguments.
+
+Each of its processes has the stubs of megarl's own engine, which a CPU needs."""
 
 from __future__ import annotations
 

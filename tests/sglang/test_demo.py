@@ -1,4 +1,4 @@
-"""The demo's loop on a real SGLang engine: `megarl train` as a user runs it."""
+"""The demo's training with a real SGLang engine: `megarl train` as a user runs it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.schedule.demo import make_warm_model, train
 def test_the_demo_learns_on_sglang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: tuple[str, ...]
 ) -> None:
-    """DAPO with filtering, so that prompts are drawn while others run and the surplus is aborted."""
-    monkeypatch.setattr(demo, "LIMIT", 900)  # seconds: SGLang imports for long where the machine is busy
+    """DAPO with filtering, so that prompts are added while others run, and surplus responses are aborted."""
+    monkeypatch.setattr(demo, "LIMIT", 900)  # seconds; SGLang's imports are slow on a busy machine
     warm = make_warm_model(tmp_path / "demo", steps=60)
     before = {process.pid for process in psutil.process_iter()}
     said, megarl = [], demo.megarl
@@ -49,18 +49,18 @@ def test_the_demo_learns_on_sglang(
         assert [record["staleness/mean"] > 0 for record in steps] == [False, True, True]
     for record in steps:
         assert 0 <= record["reward/accuracy"] <= 1
-        if not (apart and record["step"] > 1):  # then the trainer is a step ahead of the engine's weights
-            assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, nats
+        if not (apart and record["step"] > 1):  # later the trainer is one step ahead of the engine's weights
+            assert record["mismatch/logprob_abs_max"] <= 1e-4  # trainer against engine, in nats
         assert record["policy/grad_norm"] > 0
         assert record["rollout/prompts"] >= 8
-    left = [  # attributes read this way: a zombie, of another suite beside this one, has no command line
+    left = [  # read with `attrs`: a zombie of a concurrent test suite has no command line
         process.info
         for process in psutil.process_iter(["pid", "name", "cmdline"])
         if process.pid not in before
         and ("sglang" in process.info["name"] or "sglang" in " ".join(process.info["cmdline"] or ()))
     ]
     assert left == []
-    # Nothing follows a run's last line: triton's bindings would list what is left when Python ends.
+    # Nothing follows a run's last line: triton's bindings would list leaked objects when Python exits.
     (done,) = said
     assert "leaked" not in done.stderr and done.stdout.rstrip().endswith(
         f"actor written to {tmp_path}/run/hf"

@@ -1,8 +1,7 @@
-"""A real SGLang engine on a CPU, fed by a Megatron actor: its weights, what it samples, and what becomes of
-it when it fails.
+"""A real SGLang engine on a CPU with the weights of a Megatron actor: weights, samples, failures.
 
-The engine at tp=1 is shared by all tests of this file and started anew only where a test kills it; the order
-of the tests matters little.
+Tests with the fixture `one` share its engine at tp=1, which restarts only if a test kills it. Their order
+matters little.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from tests.sglang import jobs
 from tests.tiny_models import make_tiny_model
 
 START = 1500  # seconds
-# Of the kind that published Qwen3.5 has, whose text has the same position in all three.
+# Like published Qwen3.5, whose text has the same position in all three sections.
 MROPE = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
 MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-pytestmark = pytest.mark.timeout(1800)  # a start takes 20 s, and minutes where the machine is busy
+pytestmark = pytest.mark.timeout(1800)  # a start takes 20 s, but minutes on a busy machine
 
 
 def begin(pool: RankPool, name: str, folder: Path, **options: Any) -> None:
@@ -45,7 +44,7 @@ def begin(pool: RankPool, name: str, folder: Path, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def one(ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """A rank with an engine at tp=1, which has the folder's weights as version 0."""
+    """Yield a rank with an engine at tp=1 that has the folder's weights as version 0."""
     folder = make_tiny_model(
         tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, vocab=307, head_dim=16, hidden=64, ffn=96
     )
@@ -58,7 +57,7 @@ def one(ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory
 
 
 def check_weights(dump: Path, tp: int) -> None:
-    """What SGLang's ranks hold is, bit for bit, what the exported folder holds, in SGLang's layout."""
+    """Check that SGLang's parameters are bitwise those of the exported folder, in SGLang's layout."""
     exported = HFFolder(dump / "hf")
     for rank in range(tp):
         shards = sglang_shards(exported.config, tp, rank, cpu=True)
@@ -73,8 +72,9 @@ def check_weights(dump: Path, tp: int) -> None:
 
 
 def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams, version: int) -> None:
-    """The trainer's log-probabilities, Hugging Face's of the same tokens, and the transformers engine's
-    tokens, from the exported folder and the same seeds."""
+    """Check log-probs against the trainer and Hugging Face, and tokens against the transformers engine.
+
+    The reference uses the exported folder and the same seeds."""
     (completions, ours), *_ = pool.run(jobs.sample, name=name, params=params)
     theirs = torch.tensor([x for c in completions for x in c.logprobs.tolist()])
     assert {v for c in completions for v in c.policy_versions.tolist()} == {version}
@@ -92,7 +92,7 @@ def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams,
         [GenerationRequest(prompt, seed) for seed, prompt in enumerate(prompts)], params
     )
     same = [a.tokens.tolist() == b.tokens.tolist() for a, b in zip(completions, reference, strict=True)]
-    assert sum(same) >= len(same) - 1  # rounding may turn one draw in some thousand
+    assert sum(same) >= len(same) - 1  # a rounding error may change one sampled token in some thousand
     for a, b, equal in zip(completions, reference, same, strict=True):
         if equal:
             assert a.finish_reason == b.finish_reason
@@ -123,8 +123,9 @@ def test_weights_after_an_update_are_the_exported_ones(one: RankPool, tmp_path: 
 
 @pytest.mark.shows("SGLang", family="llama")
 def test_a_pretrained_model(smollm2: Path, ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """Nine heads and three for keys, its own chat template: SGLang's shards are the folder's, and its
-    log-probabilities those of Megatron."""
+    """SmolLM2 has nine query heads, three key heads and its own chat template.
+
+    SGLang's shards equal the folder's, and its log-probs equal Megatron's."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     questions = ("What is 23 + 45?", "Name a colour.", "Why is the sky blue? Answer in one sentence.")
     asked = [
@@ -168,7 +169,7 @@ def test_an_aborted_response_goes_on_as_if_nothing_had_happened(one: RankPool) -
 def test_a_reader_that_is_late_loses_nothing(one: RankPool) -> None:
     [completions] = one.run(jobs.read_late, name="one", params=SamplingParams(100))
     assert all(c.tokens.tolist() and c.finish_reason in ("stop", "length") for c in completions)
-    # bytes as they are sent; Linux's default of a socket's buffer
+    # bytes as sent, against Linux's default size of a socket buffer
     assert sum(len(c.tokens.tolist()) for c in completions) * 12 > 212_992
 
 
@@ -180,8 +181,9 @@ def test_sleep_and_wake_by_tags(one: RankPool) -> None:
 
 
 def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: int) -> None:
-    """A transfer has left in SGLang's parameters what SGLang itself makes of the exported folder, which is
-    read over other weights."""
+    """Compare the transferred parameters with those that SGLang itself loads from the exported folder.
+
+    SGLang reads the folder over other weights."""
     other.mkdir()
     pool.run(jobs.read, name=name, folder=dump / "hf", dump=other)
     for rank in range(tp):
@@ -209,11 +211,12 @@ def check_own_loading(pool: RankPool, name: str, dump: Path, other: Path, tp: in
 def test_an_engine_over_two_ranks(
     family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """Untied, a vocabulary that is padded, biases; several buckets; the trainer at TP 2 as well. GLM-4 has
-    gate and up in one tensor, either half of which is padded on a rank; GLM-4.5 a dense layer, and a mixture
-    with a router in float32, a bias that nobody trains and a shared expert. DeepSeek-V3's attention is by
-    latents, with YaRN, Moonlight's without it and without latents of queries; Qwen3.5 has a layer of linear
-    attention, and Qwen3-Next a mixture behind it whose shared expert has a gate."""
+    """Untied models with a padded vocabulary, biases and several buckets; the trainer has TP 2 as well.
+
+    GLM-4 has gate and up in one tensor, and each half is padded on a rank. GLM-4.5 has a dense layer, and a
+    mixture with a float32 router, an untrained bias and a shared expert. DeepSeek-V3 has multi-latent
+    attention with YaRN, Moonlight without YaRN or query latents. Qwen3.5 has a linear-attention layer, and
+    Qwen3-Next a mixture after it whose shared expert has a gate."""
     folder = make_tiny_model(
         tmp_path / "model", family, vocab=4099, hidden=128, ffn=160, heads=4, kv_heads=2, **keys
     )
@@ -249,8 +252,9 @@ def test_an_engine_over_two_ranks(
 def test_an_engine_of_one_rank(
     family: Any, keys: dict[str, Any], ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
-    """Of families that SGLang runs by other code than the others. Two values' heads to one of keys, as in
-    Qwen3.5-9B, lie otherwise in what SGLang projects."""
+    """Families for which SGLang runs different code.
+
+    Two value heads per key head, as in Qwen3.5-9B, have another order in SGLang's projection."""
     folder = make_tiny_model(tmp_path / "model", family, hidden=64, layers=4, **keys)
     pool = ranks(1, 1, 1)
     begin(pool, "alone", folder)
@@ -279,13 +283,13 @@ def test_a_failed_engine_is_started_anew_and_nothing_is_lost(one: RankPool, harm
         and "engine of rank 0 failed (1 of at most 3): SGLang" in disturbed["events"][0]
     )
     same = sum(a[0] == b[0] for a, b in zip(undisturbed["responses"], disturbed["responses"], strict=True))
-    assert same >= len(undisturbed["responses"]) - 1  # from the same seeds under the same weights
+    assert same >= len(undisturbed["responses"]) - 1  # same seeds and weights
     assert not set(disturbed["before"]) & set(disturbed["after"])
     assert jobs.alive(disturbed["before"]) == []
 
 
 def test_after_too_many_failures_the_run_stops_with_a_message(one: RankPool) -> None:
-    """Weights that are NaN: nonsense that no restart mends."""
+    """No restart fixes the invalid responses of NaN weights."""
     [report] = one.run(jobs.rollout, name="one", harm="nan", most_failures=0)
     kind, message, on_every_rank = report["error"]
     assert kind == "EngineError" and on_every_rank

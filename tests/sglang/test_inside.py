@@ -1,5 +1,4 @@
-"""What megarl runs inside SGLang's processes, without an engine: how often it copies to the device and waits
-for it."""
+"""megarl's code inside SGLang's processes, without an engine: device copies and waits, loading, sleep."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.rollout.sampling import SamplingParams, choose
 
-if find_spec("sglang") is not None:  # else conftest.py skips what is here
+if find_spec("sglang") is not None:  # otherwise conftest.py skips these tests
     from megarl.rollout.engines import sglang_host  # noqa: F401 (installs the stubs)
-# Anything made from Python numbers, and anything that Python reads of a tensor: on a GPU a copy, and one that
-# waits.
+# Tensors made from Python numbers, and tensors that Python reads: on a GPU each is a blocking copy.
 BLOCKING = {
     "aten.lift_fresh.default",
     "aten._local_scalar_dense.default",
@@ -41,7 +39,7 @@ class Watch(TorchDispatchMode):
 def make_sampler() -> Any:
     from megarl.rollout.engines.sglang_inside import SeededSampler
 
-    sampler = SeededSampler.__new__(SeededSampler)  # its constructor asks for a running scheduler
+    sampler = SeededSampler.__new__(SeededSampler)  # its constructor needs a running scheduler
     torch.nn.Module.__init__(sampler)
     sampler._sync_token_ids_across_tp = lambda tokens, info: None
     return sampler
@@ -52,7 +50,7 @@ def row(seed: int, prompt: int, **changes: Any) -> dict[str, Any]:
 
 
 def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[str]]:
-    """A token for each row, drawn as it must be, and what was done for it on the device."""
+    """Sample a token per row, compare it with the reference, and return the device operations too."""
     logits = torch.randn(len(positions), 300, generator=torch.Generator().manual_seed(sum(positions)))
     at = torch.tensor(positions)
     with Watch() as watch:
@@ -71,8 +69,7 @@ def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=["one kind", "two kinds"])
 def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
-    """As long as the batch stays as it is; what SGLang does when requests leave and join gives other draws at
-    once."""
+    """An unchanged batch needs no copies; after requests leave or join, the new rows are used at once."""
     sampler = make_sampler()
     info = SimpleNamespace(custom_params=[row(11, 3), row(12, 5), row(13, 4, **changes)])
     assert step(sampler, info, [2, 4, 3])[1] & BLOCKING
@@ -87,7 +84,7 @@ def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
 
 
 def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is written anew as soon as SGLang has answered."""
+    """The bucket's memory is overwritten as soon as SGLang has answered."""
     from megarl.rollout.engines.sglang_inside import load_shards
 
     model = torch.nn.Linear(4, 3, bias=False)
@@ -102,7 +99,7 @@ def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytes
 
 
 def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
-    """Attention has them as parameters wherever weights are FP8; a sleep leaves anything in them."""
+    """With FP8 weights, attention has these scales as parameters, and a sleep leaves them undefined."""
     from megarl.rollout.engines.sglang_inside import load_shards
 
     model = torch.nn.Module()
@@ -123,8 +120,7 @@ def test_scales_of_a_kv_cache_are_the_engines_own_and_one() -> None:
 
 
 def test_what_sglang_derives_from_weights_follows_them() -> None:
-    """Norms around zero have a buffer with 1 + weight, which the kernels read that add up ranks' outputs and
-    normalise at once."""
+    """Norms around zero buffer 1 + weight for kernels that fuse the all-reduce with the norm."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
     from megarl.rollout.engines.sglang_inside import load_shards
@@ -139,7 +135,7 @@ def test_what_sglang_derives_from_weights_follows_them() -> None:
 
 
 def test_sleep_ends_when_all_ranks_have_freed_their_memory() -> None:
-    """SGLang answers for its first rank; a call that ends in a barrier follows."""
+    """SGLang answers for its first rank only, so a call that ends in a barrier follows."""
     from megarl.rollout.engines.sglang_host import Calls
 
     order: list[Any] = []

@@ -1,4 +1,4 @@
-"""Real SGLang servers on a CPU, started as somebody else starts them, and megarl's client of them."""
+"""Real external SGLang servers on a CPU, and megarl's client of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(2400)
 
 
 class Server:
-    """SGLang's HTTP server of a folder, in a process group of its own."""
+    """SGLang's HTTP server of a folder, in its own process group."""
 
     def __init__(self, folder: Path, log: Path, tp: int = 1) -> None:
         self.folder, self.log, self.tp = folder, log, tp
@@ -148,7 +148,7 @@ class Client:
     def check(
         self, requests: list[GenerationRequest], found: list[TokenData], version: int, scale: float
     ) -> None:
-        """Log-probs are those of the weights that were sent, by transformers' own model."""
+        """Check log-probs against transformers' own model with the weights that were sent."""
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -169,7 +169,7 @@ def requests(count: int) -> list[GenerationRequest]:
 
 
 def test_weights_and_responses(server: Server) -> None:
-    """Started with undefined weights; the third version is the first one again."""
+    """The server starts with undefined weights; the third version equals the first."""
     client = Client(server)
     check_servers(client.config, client.hf, 1)
     client.start()
@@ -200,7 +200,7 @@ def test_what_runs_is_aborted(server: Server) -> None:
 
 
 def test_a_client_that_was_killed_in_the_middle_is_no_hindrance(server: Server) -> None:
-    """It has left the server waiting, between the begin and the end of an update."""
+    """It left the server paused between the begin and the end of an update."""
     killed = Client(server)
     killed.start()
     killed.backend.begin()
@@ -225,7 +225,7 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
         folder = make_tiny_model(tmp_path / f"v{vocab}" / "tiny", "qwen3", tied=True, vocab=vocab)
         with pytest.raises(ConfigError, match="tensors differ"):
             check_servers(client.config, read_config(folder), 1)
-        # By its answer alone, as where its folder is on another machine.
+        # From the server's answer alone, as if its folder were on another machine.
         from megarl.rollout.engines import sglang_http
 
         with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +235,7 @@ def test_another_model_is_found_out(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_run(server: Server, tmp_path: Path) -> None:
-    """Two steps of DAPO, then an evaluation; responses end at a text too."""
+    """Two steps of GRPO, then an evaluation; a stop text ends some responses."""
     rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -264,7 +264,7 @@ def test_a_run(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_killed_is_waited_for(server: Server) -> None:
-    """What it was asked is answered once somebody has started it again, by the weights that it gets then."""
+    """After a restart by its owner and a weight update, it answers the outstanding requests."""
     client = Client(server)
     client.start()
     client.update(0, 1.0)
@@ -286,7 +286,7 @@ def test_a_server_that_is_killed_is_waited_for(server: Server) -> None:
 
 
 def test_a_server_over_two_ranks(folder: Path, tmp_path: Path) -> None:
-    """Each of its ranks takes its part of the same tensors."""
+    """Each of the server's ranks loads its part of the same tensors."""
     server = Server(folder, tmp_path / "log", tp=2)
     try:
         server.start()
