@@ -230,7 +230,7 @@ def mismatch(
 def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime) -> dict[str, float]:
     """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
-    The policy loss and the KL term use the new ones: they estimate a mean over the policy from sampled tokens.
+    The policy loss and the KL term use the new ones: they estimate a mean over the policy from samples.
     Entropy, top-k and positive-example terms do not, and keep the old ones."""
     if not config.enabled:
         return {}
