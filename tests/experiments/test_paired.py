@@ -70,7 +70,7 @@ class TestHolm:
 
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
     def test_a_smaller_p_never_raises_another(self, ps: list[float], data: st.DataObject) -> None:
-        """An unfinished row may therefore count as p = 1: a verdict of `holds` stays valid when it finishes."""
+        """An unfinished row may therefore count as p = 1; a verdict of `holds` then stays valid."""
         i = data.draw(st.integers(0, len(ps) - 1))
         before = holm([*ps[:i], 1.0, *ps[i + 1 :]])
         assert all(after <= b for after, b in zip(holm(ps), before, strict=True))

@@ -214,8 +214,8 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
 def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]:
     """Compare layers with an engine that returns only log-probs.
 
-    Returns: three messages. The first is for the weights in the folder, the second for an actor with one
-        changed tensor, the third for the same actor one step later, as if it had learned the change.
+    Returns: three messages: for the folder's weights, for an actor with one changed tensor, and for the
+        same actor one step later. In the last case the change counts as learned.
     """
     config.run_dir.mkdir(exist_ok=True)
     run = build_run(config, runtime)
