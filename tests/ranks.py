@@ -131,7 +131,7 @@ def in_a_fork(job: Callable[..., Any], *arguments: Any, limit: float = LIMIT) ->
 
 
 def end_with_the_tests() -> None:
-    """Have the kernel kill this process when its parent, the fork server, ends.
+    """Have the kernel kill this process when its parent ends, usually the fork server.
 
     The fork server ends with the tests, however they end. A stopped rank could not react by itself.
     Python passes to forked processes the descriptor that keeps the fork server alive: close it, or each

@@ -28,7 +28,7 @@ ENDLESS = (
 
 
 class TestExplainFailures:
-    """The launcher reports the rank that failed first, from all exit codes and messages."""
+    """The launcher reports the rank whose failure ended the others, from all exit codes and messages."""
 
     RUN = Path("runs/x")
 
@@ -64,7 +64,7 @@ class TestExplainFailures:
 
     def test_a_rank_that_nccl_aborts_has_lost_a_peer(self) -> None:
         full = self.word("step 3, phase actor_update needs more memory than there is", 4.0)
-        for ended in (2, -signal.SIGTERM):  # the rank exits itself, or the launcher ends it while it exits
+        for ended in (2, -signal.SIGTERM):  # the rank exits, or the launcher ends it meanwhile
             ends = {5: (ended, full), 3: (-signal.SIGABRT, None), 4: (-signal.SIGTERM, {})}
             assert explain_failures(ends, self.RUN) == (2, full["line"])
         code, line = explain_failures({3: (-signal.SIGABRT, {}), 4: (-signal.SIGTERM, {})}, self.RUN)
@@ -101,7 +101,7 @@ class TestExplainFailures:
 
 
 # As sitecustomize.py of the launcher: its ranks wait where they start, or once they have their signal
-# handlers, until there is a file `go`.
+# handlers, until the file `go` exists.
 SLOW_RANKS = """
 import os, signal, time
 from pathlib import Path

@@ -28,7 +28,7 @@ def records(folder: Path, rank: int = 0) -> list[dict[str, object]]:
 
 
 def test_phases_follow_each_other_and_know_their_step(tmp_path: Path) -> None:
-    # start and end of each phase; `enter` ends the previous phase at its start time
+    # start and end of each phase; `enter` ends the previous phase when the new one starts
     clock = ticking(10.0, 12.0, 12.0, 15.5, 16.0, 17.0, 18.0, 18.25)
     timeline = Timeline(tmp_path, 3, clock=clock.__next__)
     timeline.enter("evaluation")

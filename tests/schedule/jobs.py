@@ -129,8 +129,8 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
 def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]) -> tuple[str, list[bool]]:
     """Run `config`; in the steps `bad` the policy loss of the last rank is NaN.
 
-    Returns: the message of the final error, if any, and whether the actor's weights have changed since the
-        step before, at the start of each step's updates.
+    Returns: the message of the final error, if any. Also, for the start of each step's updates, whether the
+        actor's weights have changed since the step before.
     """
     run = build_run(config, runtime)
     actor, weights, changed = run.actor, [], []

@@ -1,6 +1,6 @@
 """Stored value-pretraining rollouts: another critic trains on them bitwise equal, without sampling.
 
-A rollout of other settings is not reused.
+A rollout of other sampling settings is refused.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
     """Two teachers of different sizes alternate on the device, and every third prompt has none.
 
     Checked against transformers: the log-ratio of the sampled tokens, and the KL over the most likely tokens
-    and the rest. The policy of that KL is the initial one.
+    and the rest, for the policy before its update.
     """
     models = [make_teacher(warm, tmp_path / name, layers) for name, layers in (("a", 2), ("b", 4))]
     policy = AutoModelForCausalLM.from_pretrained(warm / "sft" / "hf", dtype=torch.float32)
@@ -390,7 +390,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "critic_pretrained").is_dir() == pretrains
-    if recipe == "tppo":  # log-probs, values and the actor's update use all tokens; the critic fewer
+    if recipe == "tppo":  # log-probs, values and the actor's update use all; the critic finished responses
         files = (tmp_path / "run/rollouts/step-000002").glob("*.safetensors")
         batch = join([read_batch(file) for file in files])
         ended = batch.lengths[~batch["unfinished"]].sum()
