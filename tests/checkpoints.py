@@ -1,4 +1,4 @@
-"""Checkpoints as tests write them: of one model, or of a whole run, and waited for."""
+"""Write checkpoints in tests, of one model or a whole run, and wait for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from megarl.training.sharded import FAILURES, reason
 
 
 def save_model(model: TrainableModel, folder: Path) -> int:
-    """Write into the empty `folder` and return the bytes that this rank wrote; every rank calls this. Raises
-    CheckpointError on every rank where one cannot write."""
+    """Write into the empty `folder` and return the bytes that this rank wrote; every rank calls this.
+
+    Raises: CheckpointError on every rank if one cannot write.
+    """
     copy = HostCopier(model.runtime).copy_model(model)
     failure, size = None, copy.nbytes
     try:
@@ -28,15 +30,17 @@ def save_model(model: TrainableModel, folder: Path) -> int:
     failures, results = zip(*gather_objects(model.runtime, (failure, copy.results), kind), strict=True)
     if model.runtime.rank == 0 and not any(failures):
         copy.write_index(folder, list(results))
-    barrier(model.runtime)  # the others may read it at once
+    barrier(model.runtime)  # other ranks may read the checkpoint at once
     if any(failures):
         raise CheckpointError(cannot_be_written(next(text for text in failures if text)))
     return size
 
 
 def save_checkpoint(run: Run, step: int, state: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
-    """Write one checkpoint of the main stage and wait for it; every rank calls this. Raises as
-    CheckpointWriter."""
+    """Write one checkpoint of the main stage and wait for it; every rank calls this.
+
+    Raises: the errors of CheckpointWriter.
+    """
     of_source = run.source.join, run.source.share
     writer = CheckpointWriter(
         run.runtime, run.config, run.models, versions, lambda name: None, *of_source, print

@@ -1,10 +1,10 @@
 """`megarl` commands for slow tests, forked from a process that has imported everything.
 
 `python -m megarl` spends seven seconds of CPU on imports. Most tests need less for everything else.
-A forked command is a separate process too, with a pid, ranks, signals and an exit code. It does not show what
-imports print and how the interpreter starts, and all forked commands have the same hash seed. Tests of these
-start `python -m megarl`. Some runs whose bits are compared with another run's start it too: the killed runs
-of test_resume.py and of the chaos tests, one run of test_recipes.py and one of test_ahead.py.
+A forked command is a separate process too, with a pid, ranks, signals and an exit code. It does not show
+import output or interpreter start, and all forked commands have the same hash seed. Tests of these
+start `python -m megarl`. So do some runs that are compared bitwise with another run. These are the killed
+runs of test_resume.py and of the chaos tests, one run of test_recipes.py and one of test_ahead.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Command:
         self.arguments = list(arguments)
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
-        write_ends: list[int] = []  # ends of pipes that only the command needs
+        write_ends: list[int] = []  # pipe ends that only the command needs
         out = self._end_of_pipe("stdout", write_ends) if stdout == subprocess.PIPE else _number(stdout)
         if stderr == subprocess.STDOUT:
             err = out
@@ -158,7 +158,7 @@ def start_python(arguments: Sequence[str], **options: Any) -> subprocess.Popen[s
 
 
 class _File:
-    """An open file for the process that is being started, where it may have another number."""
+    """An open file for the process that is being started, where its number may differ."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -173,7 +173,7 @@ def _receive_file(file: Any) -> _File:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a command is given. path: sys.path of the tests."""
+    """Arguments of a command. path: sys.path of the tests."""
 
     arguments: list[str]
     cwd: str
@@ -204,7 +204,7 @@ def _be_command(given: _Given) -> None:
         os.close(number)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    tempfile.tempdir = None  # TMPDIR may be another
+    tempfile.tempdir = None  # TMPDIR may differ
     os.chdir(given.cwd)
     os.environ.clear()
     os.environ.update(given.environment)
@@ -218,7 +218,7 @@ def _be_command(given: _Given) -> None:
     torch.set_num_threads(int(given.environment.get("OMP_NUM_THREADS", "1")))
     if given.forked_jobs:
         _fork_jobs()
-    atexit._clear()  # multiprocessing skips what the command registers: it is called below
+    atexit._clear()  # multiprocessing would skip the command's handlers: they are called below
     try:
         sys.exit(run())
     finally:

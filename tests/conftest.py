@@ -1,4 +1,4 @@
-"""Fixtures that several packages use."""
+"""Fixtures for several test packages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from tests.family_table import SHOWN, shown_by
 from tests.ranks import RankPool
 
-# No test may depend on seconds: hypothesis by default fails an example above 0.2 s, and a strategy that draws
-# slowly. 50 examples where a test names no number, instead of 100.
-if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
+# No test may depend on time: by default hypothesis fails an example above 0.2 s, and a slow strategy. Tests
+# without an explicit number get 50 examples instead of 100.
+if importlib.util.find_spec("hypothesis"):  # not installed for `make gpu`
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -31,15 +31,16 @@ if importlib.util.find_spec("hypothesis"):  # `make gpu` does without
     )
     settings.load_profile("any machine")
 
-# A shell that starts the tests in the background has Ctrl-C ignored in them, and in the commands that they
-# start: here it is not.
+# If a shell starts the tests in the background, they and their commands ignore Ctrl-C: restore the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., RankPool]]:
-    """`ranks(tp, pp, dp)`, or `ranks(tp, pp, dp, ep, cp, vpp)`: the session's ranks of that layout, started
-    at first use."""
+    """Return `ranks(tp, pp, dp)` or `ranks(tp, pp, dp, ep, cp, vpp)`.
+
+    It returns the session's ranks of that layout, started at first use.
+    """
     pools: dict[tuple[int, ...], RankPool] = {}
 
     def pool(tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, vpp: int = 1) -> RankPool:
@@ -55,20 +56,23 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # before any is deselected, for tests/docs/test_family_table.py
+    # before any test is deselected, for tests/docs/test_family_table.py
     config.stash[SHOWN] = shown_by(items)
 
 
 def pytest_collection_finish() -> None:
-    # What imports have made stays. Full garbage collections would go through it: a tenth of the CPU time.
+    # Imports create many objects. Full garbage collections would traverse them: a tenth of the CPU time.
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go file by file to the processes of the tests, those of all files that need ranks to one, which
-    starts each layout's ranks once. (xdist's own --dist loadgroup cannot: 3.8.0 writes a test's group where
-    pytest 9.2 does not read it.) In tests/te nearly all need ranks: there the other process would wait."""
+    """Distribute tests file by file, but all files that need ranks to one worker.
+
+    That worker starts each layout's ranks only once. xdist's --dist loadgroup cannot do it: 3.8.0 writes a
+    test's group where pytest 9.2 does not read it. In tests/te nearly all files need ranks, so there another
+    worker would be idle.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class OneForRanks(LoadFileScheduling):
@@ -87,5 +91,5 @@ def _needs_ranks(file: Path) -> bool:
 
 
 def pytest_sessionfinish() -> None:
-    # waits for it, so that nothing is left behind, and `time` counts what it and its ranks took
+    # waits for the fork server, so that no process remains and `time` includes it and its ranks
     forkserver._forkserver._stop()

@@ -8,7 +8,7 @@ from megarl.rollout.engines.transformers_engine import TransformersEngine
 
 
 def load_folder(engine: TransformersEngine, version: int = 0) -> None:
-    """Update the engine's weights from the safetensors of its own folder."""
+    """Update the engine's weights from the safetensors of the engine's folder."""
     files = sorted(engine.folder.glob("*.safetensors"))
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
     engine.begin_update()

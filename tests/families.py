@@ -1,7 +1,7 @@
-"""What is tested of each model family, in one row: its tiny models, and the layouts that they are cut for.
+"""Test cases of each model family, one row each: its tiny models and their layouts.
 
-The suites that go over these rows are parallel/test_parity.py, parallel/test_engine_agreement.py,
-weights/test_convert.py and te/test_layouts.py. What only one family has is a test of its own.
+These suites iterate over the rows: parallel/test_parity.py, parallel/test_engine_agreement.py,
+weights/test_convert.py and te/test_layouts.py. Features of a single family have separate tests.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Family = Literal[
     "qwen3_5_moe_text",
     "qwen3_next",
 ]
-Layout = tuple[int, ...]  # tp, pp, dp, ep, cp, vpp; the last ones are left out where they are 1
-Options = dict[str, Any]  # of make_tiny_model
+Layout = tuple[int, ...]  # tp, pp, dp, ep, cp, vpp; trailing sizes of 1 are omitted
+Options = dict[str, Any]  # arguments of make_tiny_model
 BF16, FP16 = torch.bfloat16, torch.float16
-# Of the kind of DeepSeek-V3 (factor 40, both mscale 1), with fewer positions.
+# Like DeepSeek-V3's (factor 40, both mscale 1), with fewer positions.
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
@@ -49,23 +49,23 @@ DENSE: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (2, 2, 1, 1, 2), (1, 2, 1, 1, 4)),
 )
-# For families whose layers are also those of Qwen2 and Qwen3: every division, alone or with another.
+# For families with the layers of Qwen2 and Qwen3: each kind of parallelism, alone or with another.
 ALIKE: tuple[Layout, ...] = (
     *(ONE, (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (2, 2, 1, 1, 2)),
 )
-# Experts shared by neighbours under TP, by replicas, by both, and by neither; with and without a pipeline.
+# Experts sharded over TP neighbours, replicas, both, and neither; with and without pipeline parallelism.
 MIXTURE: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)),
     *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (1, 1, 4, 2)),
     *((1, 1, 1, 1, 2), (1, 1, 1, 2, 2), (1, 1, 2, 4, 2), (2, 1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
 )
-# The second stage has no dense layer, the first chunk of a virtual one nothing else.
+# The second stage has no dense layer, and the first chunk of a virtual stage only dense layers.
 UNEVEN: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
 )
-# The chunks of a virtual stage have a single layer, of one kind.
+# Each chunk of a virtual stage is a single layer, all of one kind.
 LINEAR: tuple[Layout, ...] = (
     *(ONE, (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (2, 1, 1, 1, 2)),
@@ -74,7 +74,7 @@ LINEAR_MIXTURE: tuple[Layout, ...] = (
     *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (2, 1, 1), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
 )
-# Every other layer has full attention, and three values' heads share one of keys.
+# Every other layer has full attention, and three value heads share one key head.
 DELTA_NET: Options = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
@@ -87,23 +87,26 @@ WITHOUT_CP: tuple[Layout, ...] = (ONE, (2, 2, 1))
 
 @dataclass(frozen=True)
 class Row:
-    """A family: transformers' class of its configuration, what that must say besides sizes (`requires` in
-    megarl/weights/families.py), and what is tested."""
+    """A family's test cases.
+
+    config: transformers' configuration class.
+    switches: its keys other than sizes (`requires` in megarl/weights/families.py).
+    """
 
     config: Any
     switches: Options = field(default_factory=dict)
-    models: tuple[Options, ...] = ({},)  # held against Hugging Face's
-    layouts: tuple[Layout, ...] = DENSE  # where they are
-    critics: bool = True  # whether transformers' parts make a token classifier
-    # Those of the fast tests: log-probs on one rank and on several, gradients and values only on several.
+    models: tuple[Options, ...] = ({},)  # compared with Hugging Face's models
+    layouts: tuple[Layout, ...] = DENSE  # layouts of that comparison
+    critics: bool = True  # whether transformers can build a token classifier
+    # Layouts of the fast tests: log-probs on one rank and several, gradients and values only on several.
     fast: dict[str, tuple[Layout, ...]] = field(default_factory=lambda: {"log-probs": WITHOUT_CP})
-    # A layout that writes a checkpoint, and others that read it.
+    # A layout that writes a checkpoint, and layouts that read it.
     checkpoints: tuple[tuple[Layout, tuple[Layout, ...]], ...] = (
         ((2, 2, 1), (ONE, (1, 2, 2), (1, 2, 1, 1, 1, 2))),
     )
-    # Sent to an engine after an update.
+    # Layouts and models whose weights are sent to an engine after an update.
     sent: tuple[tuple[Layout, Options], ...] = (((2, 1, 1), {}),)
-    # Converted to a checkpoint that is cut for (tp, pp, ep), and back: odd shapes, each dtype, each head.
+    # Converted to a checkpoint sharded for (tp, pp, ep), and back: odd shapes, each dtype, each head.
     converted: tuple[tuple[Options, tuple[int, int, int]], ...] = (({}, (2, 2, 1)),)
 
 
@@ -186,7 +189,7 @@ ROWS: dict[str, Row] = {
     ),
     "glm4_moe": Row(
         Glm4MoeConfig,
-        # As published, and both layers of a model of two are of their own kind.
+        # As published; the two layers of a model differ in kind.
         switches={
             "attention_bias": True,
             "use_qk_norm": True,
@@ -195,8 +198,8 @@ ROWS: dict[str, Row] = {
             "routed_scaling_factor": 2.5,
             "num_nextn_predict_layers": 0,
         },
-        # 4.5, with all that the table can say; Air, without norms of q and k; groups of experts, and a layer
-        # like the others first.
+        # GLM-4.5 with every switch that the table covers; Air, without q and k norms; grouped experts, with
+        # no dense first layer.
         models=(
             {"head_dim": 12, "n_shared_experts": 2},
             {"use_qk_norm": False, "attention_bias": False, "tied": True, "routed_scaling_factor": 1.0},
@@ -214,7 +217,7 @@ ROWS: dict[str, Row] = {
     ),
     "deepseek_v3": Row(
         DeepseekV3Config,
-        # The widths of a head's parts, of latents and of what is rotated all differ.
+        # The widths of a head's parts, of the latents and of the rotated part all differ.
         switches={
             "first_k_dense_replace": 1,
             "n_shared_experts": 2,
@@ -227,11 +230,11 @@ ROWS: dict[str, Row] = {
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 4,
             "v_head_dim": 10,
-            "scoring_func": "sigmoid",  # this and the next one for SGLang, as published
+            "scoring_func": "sigmoid",  # this and the next key are for SGLang, as published
             "topk_method": "noaux_tc",
         },
-        # Moonlight, with an epsilon that its latents do not have; DeepSeek-V3, with groups of experts; a
-        # layer like the others first, values as wide as keys.
+        # Moonlight, with another epsilon than its latent norms; DeepSeek-V3, with grouped experts; no dense
+        # first layer and values as wide as keys.
         models=(
             {"q_lora_rank": None, "rms_norm_eps": 1e-3},
             {"experts": 12, "active": 4, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
@@ -250,7 +253,7 @@ ROWS: dict[str, Row] = {
     "qwen3_5_text": Row(
         Qwen3_5TextConfig,
         switches=DELTA_NET,
-        # In the second model the last layer alone has full attention, as in published ones.
+        # In the second model only the last layer has full attention, as in published models.
         models=(
             {"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 12},
             {"tied": True, "kv_heads": 4, "full_attention_interval": 4, "linear_num_key_heads": 4}
@@ -271,8 +274,8 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3_5_moe_text": Row(
         Qwen3_5MoeTextConfig,
-        switches={**DELTA_NET, "shared_expert_intermediate_size": 20},  # as wide as no other
-        # In the second model the last layer alone has full attention, as in published ones.
+        switches={**DELTA_NET, "shared_expert_intermediate_size": 20},  # a width that occurs nowhere else
+        # In the second model only the last layer has full attention, as in published models.
         models=(
             {"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 12},
             {"tied": True, "kv_heads": 4, "full_attention_interval": 4, "linear_num_key_heads": 4}
@@ -288,7 +291,7 @@ ROWS: dict[str, Row] = {
     "qwen3_next": Row(
         Qwen3NextConfig,
         switches={**DELTA_NET, "shared_expert_intermediate_size": 20},
-        # The second does not divide the scores of the experts that it chooses by their sum.
+        # The second does not divide the scores of the selected experts by their sum.
         models=(
             {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "tied": True},
             {"norm_topk_prob": False, "linear_num_key_heads": 4}

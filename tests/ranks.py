@@ -1,13 +1,12 @@
-"""Ranks for tests: processes that stay, one set per layout, so that torch, Megatron and the process groups
-are there once.
+"""Ranks for tests: persistent processes, one set per layout, so that torch starts only once.
 
-`ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and gives the
-results by rank. (Process groups are made once per process: gloo's threads outlive a destroyed group and
-spin.)
+`ranks(tp, pp, dp).run(job, **arguments)` calls `job(runtime, **arguments)` on every rank and returns the
+results by rank. Process groups are created once per process, because gloo's threads survive a destroyed group
+and spin.
 
-Ranks are forked from one process that has imported everything, which takes ten seconds: for each rank anew it
-was half of what the tests cost. They have one seed for the hashes of texts, where the ranks that `megarl
-train` starts have one each (the slow tests start such ones).
+Ranks are forked from one process that has imported everything. These imports take ten seconds; repeated in
+each rank, they were half of the tests' cost. All ranks have the same hash seed, whereas ranks that
+`megarl train` starts have different ones (the slow tests start such ranks).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 
 from megarl.config.schema import ParallelConfig
 
-LIMIT = 240.0  # seconds that one job may take
+LIMIT = 240.0  # seconds for one job
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
@@ -41,7 +40,7 @@ FORK.set_forkserver_preload(
         "megarl.schedule.trainer",
         "megatron.core.dist_checkpointing",
         "transformers.models.qwen3.modeling_qwen3",
-        # what files of tests import, whose functions ranks call: half a second for each rank anew
+        # imports of test files whose functions ranks call: half a second per rank otherwise
         "pytest",
         "hypothesis.strategies",
         "tests.families",
@@ -51,19 +50,21 @@ FORK.set_forkserver_preload(
 )
 USED_AT_START: list[
     tuple[list[int], str]
-] = []  # in a rank's process: members and name of each group in which it summed at start
+] = []  # in a rank: members and name of each group in which it ran an all-reduce at start
 
-SENT_AT_START: list[tuple[int, str]] = []  # likewise: to whom, and in which group, it sent a single message
+SENT_AT_START: list[tuple[int, str]] = []  # in a rank: destination and group of each isend at start
 
 
 class RankPool:
-    """The ranks of one layout on this machine. A job that fails on any rank raises RuntimeError with that
-    rank's traceback."""
+    """The ranks of one layout on this machine.
+
+    A job that fails on any rank raises RuntimeError with that rank's traceback.
+    """
 
     def __init__(
         self, tp: int, pp: int, dp: int, ep: int = 1, cp: int = 1, vpp: int = 1, *, forked: bool = True
     ) -> None:
-        """forked: else each rank imports for itself, with the environment of now."""
+        """Start the ranks; forked=False: each rank imports for itself, with the current environment."""
         from megarl.parallel.secret import make_secret
 
         context: Any = FORK if forked else multiprocessing.get_context("spawn")
@@ -97,9 +98,9 @@ class RankPool:
             answers.append(pipe.recv())
         for rank, (ok, value) in enumerate(answers):
             if not ok:
-                self.close()  # its peers may be left in the middle of a collective
+                self.close()  # its peers may be inside a collective
                 raise RuntimeError(f"rank {rank}:\n{value}")
-        # each of gloo's threads, of which a rank has dozens, wakes a hundred times a second
+        # each of gloo's threads wakes a hundred times a second, and a rank has dozens
         self._signal(signal.SIGSTOP)
         return [value for _, value in answers]
 
@@ -120,17 +121,21 @@ class RankPool:
 
 
 def in_a_fork(job: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> Any:
-    """What the job gives in a process of its own, which has imported everything. limit: seconds."""
+    """Run the job in a separate process that has imported everything, and return its result.
+
+    Args:
+        limit: seconds.
+    """
     with ProcessPoolExecutor(1, mp_context=FORK, initializer=end_with_the_tests) as pool:
         return pool.submit(job, *arguments).result(limit)
 
 
 def end_with_the_tests() -> None:
-    """Have this process killed when the one ends that it was forked from, which ends with the tests, however
-    they end: a rank that is stopped cannot see to it.
+    """Have the kernel kill this process when its parent ends, usually the fork server.
 
-    Python hands down to forked processes what keeps the one that they are forked from alive: let go of it, or
-    each would wait for the other."""
+    The fork server ends with the tests, however they end. A stopped rank could not react by itself.
+    Python passes to forked processes the descriptor that keeps the fork server alive: close it, or each
+    process would wait for the other."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
@@ -164,7 +169,7 @@ def _serve(
         return send(tensor, dst, group, **options)
 
     dist.all_reduce, dist.isend = spy, spy_of_sends
-    runtime = parallel.start(config, seed=0, mixture=True)  # jobs have dense models and mixtures
+    runtime = parallel.start(config, seed=0, mixture=True)  # jobs use dense and mixture models
     dist.all_reduce, dist.isend = summed, send
     gc.freeze()  # as `megarl train` does
     while True:
@@ -174,6 +179,6 @@ def _serve(
             return
         try:
             answer = (True, job(runtime, **arguments))
-        except Exception:  # noqa: BLE001 (whatever a job raises is the test's answer)
+        except Exception:  # noqa: BLE001 (any error of a job is the test's result)
             answer = (False, traceback.format_exc())
         pipe.send(answer)

@@ -1,5 +1,4 @@
-"""Tiny random Hugging Face folders of every family, with a tokenizer that works, for tests that need a real
-model."""
+"""Tiny random Hugging Face folders of every family, with a working tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedMode
 
 from tests.families import ROWS, Family
 
-HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
+HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with linear-attention layers
 MODELS = {
     None: AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
@@ -47,9 +46,12 @@ LLAMA3_ROPE = {
 
 
 def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte where `vocab` has room for all 256 (any text round-trips), else one per character of
-    a small alphabet (others are dropped). pad is 0, eos 1; bos is never added. Byte-level in either case,
-    because `transformers` 5 forces Qwen2's byte-level tokenizer on every folder of that family."""
+    """Return a byte-level tokenizer: one token per byte if `vocab` has room for all 256.
+
+    Then any text round-trips. Otherwise it has one token per character of a small alphabet and drops others.
+    pad is 0, eos 1; bos is never added. It is byte-level in either case, because `transformers` 5 forces
+    Qwen2's byte-level tokenizer on every folder of that family.
+    """
     ids = {special: i for i, special in enumerate(SPECIALS)}
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(encode.alphabet())
@@ -77,7 +79,7 @@ def make_tokenizer(vocab: int, *, chat_template: bool = True) -> PreTrainedToken
 def make_config(
     family: Family, *, tied: bool = False, rope: Literal["default", "llama3"] = "default", **sizes: Any
 ) -> Any:
-    """The `transformers` config of a tiny model; `sizes` are config keys."""
+    """Return the `transformers` config of a tiny model; `sizes` are config keys."""
     rope_parameters = (
         {"rope_theta": 10000.0, "rope_type": "default"}
         if rope == "default"
@@ -94,11 +96,11 @@ def make_config(
 
 
 class Glm4MoeForTokenClassification(GenericForTokenClassification, Glm4MoePreTrainedModel):  # type: ignore[misc]
-    """GLM-4.5's, which transformers leaves out, made as it makes DeepSeek-V3's."""
+    """GLM-4.5's token classifier, missing in transformers, built like DeepSeek-V3's."""
 
 
 def model_class(family: str, classification: str | None) -> Any:
-    """The class of a family's models; transformers has no automatic one of these token classifiers."""
+    """Return the class of a family's models; transformers has no auto class for these token classifiers."""
     by_name = {"qwen3_5_text": Qwen3_5ForTokenClassification, "glm4_moe": Glm4MoeForTokenClassification}
     return by_name.get(family, MODELS["token"]) if classification == "token" else MODELS[classification]
 
@@ -128,14 +130,18 @@ def make_tiny_model(
     max_shard_bytes: int | None = None,
     **keys: Any,
 ) -> Path:
-    """Writes config.json, safetensors, tokenizer and generation_config.json into `folder` and returns it.
+    """Write config.json, safetensors, tokenizer and generation_config.json into `folder` and return it.
 
-    Every weight, bias and norm weight is random (std 0.1 around its usual value), so that nothing is right by
-    being zero; only the `score.bias` of a token classifier is zero, because a value head has none. `head_dim`
-    (not qwen2) may differ from hidden / heads. `experts` and `active` are of mixtures; an expert is half as
-    wide as `ffn`. `rope_style`: "classic" writes rope_theta and rope_scaling as published models do,
-    "parameters" what transformers 5 writes. `max_shard_bytes` splits the weights into several files with an
-    index. `keys`: others of config.json.
+    Every weight, bias and norm weight is random (std 0.1 around its usual value), so that no error hides
+    behind zeros. Only the `score.bias` of a token classifier is zero, because a value head has none.
+
+    Args:
+        head_dim: may differ from hidden / heads (not for qwen2).
+        experts, active: for mixtures; an expert is half as wide as `ffn`.
+        rope_style: "classic" writes rope_theta and rope_scaling as in published models, "parameters" writes
+            the format of transformers 5.
+        max_shard_bytes: splits the weights into several files with an index.
+        keys: further keys of config.json.
     """
     sizes = {
         "vocab_size": vocab,
@@ -167,7 +173,7 @@ def make_tiny_model(
     randomise(model, seed)
     biases = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
     model = model.to(dtype)
-    for name, bias in biases.items():  # which published models have in float32
+    for name, bias in biases.items():  # published models keep these in float32
         setattr(model.get_submodule(name.rpartition(".")[0]), EXPERT_BIAS, bias)
     config.dtype = dtype
     folder = Path(folder)
@@ -181,8 +187,7 @@ def make_tiny_model(
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights of standard deviation 0.1, norm weights around 1; the same seed gives the same
-    weights."""
+    """Fill the model with random weights of std 0.1, norm weights around 1; a seed gives the same weights."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         centred = model.config.model_type in HYBRID and "linear_attn" not in name
@@ -196,7 +201,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def use_classic_rope(path: Path) -> None:
-    """Rewrites rope_parameters of transformers 5 into the rope_theta and rope_scaling of published models."""
+    """Rewrite transformers 5's rope_parameters into the rope_theta and rope_scaling of published models."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")

@@ -1,7 +1,6 @@
-"""The papers' formulas as loops over Python floats (float64), token by token, and the ragged batches that
-they are compared on.
+"""The papers' formulas as loops over Python floats (float64), token by token, and ragged test batches.
 
-Nothing here is shared with megarl.algorithms, so that an error there cannot be repeated here.
+megarl.algorithms is not used here, so an error there cannot be repeated here.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from megarl.data.batch import TrainBatch
 
 @dataclass
 class Batch:
-    """An TrainBatch whose columns are float64, and its spans: (first response token, end) of each
-    sequence."""
+    """A TrainBatch with float64 columns; spans: (first response token, end) of each sequence."""
 
     experience: TrainBatch
     spans: list[tuple[int, int]]
@@ -32,8 +30,11 @@ class Batch:
 
 
 def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | None = None) -> Batch:
-    """shapes: (prompt, response) tokens. Columns are random; a third of the log-ratios is exactly 0, as in a
-    first update."""
+    """Return a batch with random columns; a third of the log-ratios is exactly 0, as in a first update.
+
+    Args:
+        shapes: (prompt, response) tokens of each sequence.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -44,7 +45,7 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     moved = (torch.rand(total, generator=generator) > 1 / 3).double()
     columns = {
         "logprobs": logprobs,
-        "old_logprobs": (logprobs - normal(0.4) * moved).clamp(max=-1e-3),  # of probabilities below 1
+        "old_logprobs": (logprobs - normal(0.4) * moved).clamp(max=-1e-3),  # probabilities below 1
         "ref_logprobs": logprobs - normal(0.4),
         "advantages": normal(),
         "rewards": normal(),
@@ -61,14 +62,14 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
     spans = [(end - r, end) for end, (_, r) in zip(ends, shapes, strict=True)]
     flags = include if include is not None else (torch.rand(len(shapes), generator=generator) > 0.5).tolist()
     experience["selected"] = torch.rand(total, generator=generator) < 0.3
-    # Of three tokens at each place, the policy's and a teacher's; every third sequence has none.
+    # Log-probs of three tokens at each position, the policy's and a teacher's; every third sequence has none.
     experience["several"] = torch.randn(total, 6, generator=generator, dtype=torch.float64).log_softmax(-1)[
         :, :3
     ]
     of_teacher = torch.randn(total, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
     untaught = experience.sequence_ids % 3 == 2
     experience["teacher_logprobs"] = of_teacher[:, :3].masked_fill(untaught[:, None], -torch.inf)
-    # Of three tokens beside the sampled one, what that leaves; the first may be the sampled one itself.
+    # Three further tokens get a part of the remaining probability; the first may be the sampled one.
     several, same = normal().new_zeros(total, 4).normal_(generator=generator), torch.arange(total) % 4 == 0
     for name, moved_by in (("logprobs", 0.0), ("old_logprobs", 0.3)):
         drawn = several + moved_by * torch.randn(total, 4, generator=generator, dtype=torch.float64)
@@ -81,8 +82,10 @@ def make_batch(shapes: list[tuple[int, int]], seed: int, include: list[bool] | N
 
 @st.composite
 def batches(draw: st.DrawFn, longest: int = 24) -> Batch:
-    """1 to 7 sequences with prompts of 1-5 tokens and responses of 1 to `longest`; any subset of them is
-    included."""
+    """Generate 1 to 7 sequences, of which any subset is included.
+
+    Prompts have 1-5 tokens and responses 1 to `longest`.
+    """
     n = draw(st.integers(1, 7))
     shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, longest)), min_size=n, max_size=n))
     include = draw(st.lists(st.booleans(), min_size=n, max_size=n))
@@ -92,8 +95,10 @@ def batches(draw: st.DrawFn, longest: int = 24) -> Batch:
 def loop_gae(
     rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float
 ) -> list[float]:
-    """VAPO eq. 3 as its recurrence: A_t = delta_t + gamma lambda A_{t+1}, delta_t = R_t + gamma V_{t+1} -
-    V_t."""
+    """VAPO eq. 3 as a recurrence: A_t = delta_t + gamma lambda A_{t+1}.
+
+    delta_t = R_t + gamma V_{t+1} - V_t.
+    """
     out = [0.0] * len(values)
     for (start, end), lam in zip(spans, lams, strict=True):
         for t in range(end - 1, start - 1, -1):
@@ -106,7 +111,7 @@ def loop_gae(
 def sum_gae(
     rewards: list[float], values: list[float], spans: list[tuple[int, int]], lams: list[float], gamma: float
 ) -> list[float]:
-    """VAPO eq. 3 as its sum: A_t = sum_l (gamma lambda)^l delta_{t+l}."""
+    """VAPO eq. 3 as a sum: A_t = sum_l (gamma lambda)^l delta_{t+l}."""
     out = [0.0] * len(values)
     for (start, end), lam in zip(spans, lams, strict=True):
         deltas = [
@@ -127,9 +132,11 @@ def sum_extended_gae(
     gamma: float,
     tail: int,
 ) -> list[float]:
-    """T-PPO's EGAE as its sum: A_t = delta_t + gamma lambda delta_{t+1} + ... + (gamma lambda)^(l-1-t)
-    delta_{l-1} over the window; where the response goes on, V(s_l) = V(s_{l-1}), and the last `tail` tokens
-    have none."""
+    """T-PPO's EGAE as a sum over the window, with l its end.
+
+    A_t = delta_t + gamma lambda delta_{t+1} + ... + (gamma lambda)^(l-1-t) delta_{l-1}.
+    For an unfinished response V(s_l) = V(s_{l-1}), and its last `tail` tokens have no advantage.
+    """
     out = [0.0] * len(values)
     for (start, end), goes_on, lam in zip(windows, unfinished, lams, strict=True):
         after = [*values[start + 1 : end], values[end - 1] if goes_on else 0.0]
@@ -142,7 +149,7 @@ def sum_extended_gae(
 
 
 def loop_weights(batch: Batch, aggregation: str, include: list[bool], constant: int = 1) -> list[float]:
-    """1/N (VAPO eq. 7), 1/(G |o_i|) (eq. 6) or 1/(G constant) (Dr. GRPO) on the included responses."""
+    """1/N (VAPO eq. 7), 1/(G |o_i|) (eq. 6) or 1/(G constant) (Dr. GRPO) for the included responses."""
     kept = [span for span, flag in zip(batch.spans, include, strict=True) if flag]
     tokens = sum(end - start for start, end in kept)
     out = [0.0] * batch.total
@@ -155,8 +162,11 @@ def loop_weights(batch: Batch, aggregation: str, include: list[bool], constant: 
 
 @dataclass
 class Term:
-    """A loss, its gradient by the new quantity at each token (or the new quantities), and the size sum_t |w_t
-    l_t| against which errors are measured."""
+    """A loss and its gradient.
+
+    gradient: by the new quantity or quantities at each token.
+    size: sum_t |w_t l_t|, the scale of the allowed error.
+    """
 
     loss: float
     gradient: list[Any]
@@ -164,13 +174,13 @@ class Term:
 
 
 def collect(weights: list[float], values: list[tuple[float, float]]) -> Term:
-    """`values`: (loss, derivative) of each token."""
+    """Sum weighted losses; `values`: (loss, derivative) of each token."""
     terms = [w * loss for w, (loss, _) in zip(weights, values, strict=True)]
     gradient = [w * slope for w, (_, slope) in zip(weights, values, strict=True)]
     return Term(math.fsum(terms), gradient, math.fsum(map(abs, terms)))
 
 
-# What the surrogates that take numbers of their own are tested with: in reach of what make_batch draws.
+# Options of the surrogates that have any, in the range of make_batch's numbers.
 OPTIONS = {
     "dppo_tv": {"ratio_cap": 1.3},
     "dppo_kl": {"ratio_cap": 1.3},
@@ -189,11 +199,13 @@ def loop_policy(
     dual: float = 0.0,
     further: bool = False,
 ) -> tuple[Term, dict[str, float]]:
-    """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate by its own
-    formula: gspo (GSPO-token, arXiv 2507.18071 section 4.3), cispo (arXiv 2506.13585 eq. 4), masked (SAO),
-    ppo with dual clip (arXiv 1912.09729 eq. 5), and those of OPTIONS: dppo_tv and dppo_kl (arXiv 2602.04879,
-    with or without further tokens), sapo (arXiv 2511.20347), clip_cov and kl_cov (arXiv 2505.22617; the
-    selected tokens are given), fipo (arXiv 2603.19835)."""
+    """DAPO eq. 8: -min(r A, clip(r, 1-low, 1+high) A), and the statistics; or another surrogate's formula.
+
+    gspo: GSPO-token, arXiv 2507.18071 section 4.3. cispo: arXiv 2506.13585 eq. 4. masked: SAO. ppo with dual
+    clip: arXiv 1912.09729 eq. 5. dppo_tv, dppo_kl: arXiv 2602.04879, with or without further tokens.
+    sapo: arXiv 2511.20347. clip_cov, kl_cov: arXiv 2505.22617, with the given selected tokens.
+    fipo: arXiv 2603.19835.
+    """
     columns = ("logprobs", "old_logprobs", "advantages", "entropy", "selected")
     columns += ("further_logprobs", "further_old_logprobs")
     x = {k: batch.experience[k].tolist() for k in columns}
@@ -201,7 +213,7 @@ def loop_policy(
     more = {"fipo": ["future_factor"], "clip_cov": ["selected"], "kl_cov": ["selected"]}.get(kind, [])
     stats = dict.fromkeys([*names, "clip_prob_high", *more] + ["clip_fraction_dual"] * (dual > 0), 0.0)
     o = OPTIONS.get(kind, {})
-    loss, slope = [0.0] * batch.total, [0.0] * batch.total  # slope: of the weighted loss of the whole
+    loss, slope = [0.0] * batch.total, [0.0] * batch.total  # slope: derivative of the whole weighted loss
     for start, end in batch.spans:
         counted = [t for t in range(start, end) if weights[t] > 0]
         log_ratios = {t: x["logprobs"][t] - x["old_logprobs"][t] for t in counted}
@@ -272,7 +284,7 @@ def loop_policy(
 
 
 def loop_entropy(batch: Batch, weights: list[float]) -> Term:
-    """-H, which is minimised."""
+    """-H, which a step minimises."""
     return collect(weights, [(-entropy, -1.0) for entropy in batch.experience["entropy"].tolist()])
 
 
@@ -292,8 +304,7 @@ def loop_kl(batch: Batch, weights: list[float], estimator: str = "k3") -> Term:
 
 
 def loop_teacher(batch: Batch, weights: list[float]) -> tuple[Term, dict[str, float]]:
-    """sum_i q_i (log q_i - log pi_i) over a few tokens i of each place and all others as one, and the
-    statistics."""
+    """sum_i q_i (log q_i - log pi_i) over a few tokens i per position plus all others as one; statistics."""
     terms, sizes, gradient, taught, mass = [], [], [], 0, 0.0
     several, of_teacher = (batch.experience[name].tolist() for name in ("several", "teacher_logprobs"))
     for w, own, theirs in zip(weights, several, of_teacher, strict=True):
@@ -315,8 +326,7 @@ def loop_teacher(batch: Batch, weights: list[float]) -> tuple[Term, dict[str, fl
 
 
 def loop_value(batch: Batch, weights: list[float], clip: float) -> tuple[Term, float]:
-    """Half the squared error, or the larger one of it and the clipped value's; and the number of clipped
-    tokens."""
+    """Return half the squared error, or the clipped value's if larger, and the number of clipped tokens."""
     x = [batch.experience[k].tolist() for k in ("values", "old_values", "returns")]
     values, clipped_tokens = [], 0
     for w, (v, old, target) in zip(weights, zip(*x, strict=True), strict=True):

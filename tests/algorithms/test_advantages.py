@@ -1,4 +1,4 @@
-"""Advantages against float64 loops of the papers' formulas, and their independence of order and packing."""
+"""Advantages against float64 loops of the papers' formulas; they do not depend on order or packing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAMBDAS = [0.0, 0.5, 0.95, 1.0]
 @settings(deadline=None)
 @given(st.integers(1, 20_480), st.floats(0.01, 2.0))
 def test_the_powers_of_length_adaptive_lambda_sum_to_alpha_times_length(length, alpha):
-    """VAPO eq. 4, whose solution is eq. 5; no lambda has a sum below 1, lambda = 0."""
+    """VAPO eq. 4, solved by eq. 5; lambda = 0 gives the smallest sum, 1."""
     lam = float(adv.length_adaptive_lambda(torch.tensor([length]), alpha))
     count = 40 * max(1, int(alpha * length))  # lambda^count < e^-39
     total = (1 - lam**count) / (1 - lam)
@@ -41,7 +41,7 @@ def test_the_powers_of_length_adaptive_lambda_sum_to_alpha_times_length(length, 
     )
 )
 def test_group_advantages_equal_the_formula(rows):
-    """DAPO eq. 9, Dr. GRPO's, and RLOO's as it is written: less the mean of the others."""
+    """DAPO eq. 9, Dr. GRPO's formula, and RLOO's as written: minus the mean of the other rewards."""
     ids, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
     groups = {g: [r for h, r in rows if h == g] for g, _ in rows}
     expected = []
@@ -65,7 +65,7 @@ def test_group_advantages_equal_the_formula(rows):
 
 @pytest.mark.parametrize("method", [group_mean, leave_one_out])
 def test_group_advantages_of_float64_are_exact(method):
-    """With groups of 2 to 8, whose G / (G - 1) float32 does not have."""
+    """Groups of 2 to 8: most of their factors G / (G - 1) are not exact in float32."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.repeat_interleave(torch.arange(7), torch.arange(2, 9))
     rewards = torch.randn(len(ids), dtype=torch.float64, generator=generator)
@@ -78,8 +78,7 @@ def test_group_advantages_of_float64_are_exact(method):
 
 
 def test_group_advantages_by_hand():
-    """+1, -1, -1, -1: mean -1/2, sample standard deviation 1; a group of one and equal rewards give exactly
-    0."""
+    """+1, -1, -1, -1: mean -1/2, sample standard deviation 1. Single and equal rewards give exactly 0."""
     rewards, ids = torch.tensor([1.0, 0.1, -1, 0.1, -1, 5, -1, 0.1]), torch.tensor([7, 2, 7, 2, 7, 0, 7, 2])
     result = adv.group_advantages(Responses(rewards, ids))
     torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)
@@ -88,7 +87,7 @@ def test_group_advantages_by_hand():
 
 
 def per_reward(rewards, weights, ids, counted):
-    """GDPO's advantages of rewards in parts."""
+    """Return GDPO's advantages of rewards in parts."""
     return per_reward_advantages(Responses(rewards.sum(1), ids, counted, rewards, weights))
 
 
@@ -112,8 +111,10 @@ def per_reward(rewards, weights, ids, counted):
     st.lists(st.sampled_from([1.0, 0.5, -0.25, 2.0]), min_size=4, max_size=4),
 )
 def test_per_reward_advantages_equal_the_formula(rows, weights):
-    """GDPO's two normalisations, response by response and reward by reward. What is not counted is a group of
-    its own, as `make_rollout_batch` makes it."""
+    """GDPO's two normalisations, for each response and reward.
+
+    An uncounted response forms a separate group, as in `make_rollout_batch`.
+    """
     rows = [(g if counted else 10 + i, counted, r) for i, (g, counted, r) in enumerate(rows)]
     sums = []
     for g, _, rewards in rows:
@@ -142,8 +143,10 @@ def test_per_reward_advantages_equal_the_formula(rows, weights):
 
 
 def test_rewards_whose_sums_are_alike_are_told_apart():
-    """The example of GDPO's introduction: sums (0, 1) and (0, 2) of two rewards come to the same within their
-    groups, and by each reward they do not. Scaling a reward changes nothing but for epsilon."""
+    """The example of GDPO's introduction: equal advantages by sums, different ones by each reward.
+
+    The sums of two rewards are (0, 1) and (0, 2). Scaling a reward has no effect except for epsilon.
+    """
     rewards = torch.tensor([[0.0, 0], [1, 0], [0, 0], [1, 1]], dtype=torch.float64)
     ids, all_of_them = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
     sums = adv.group_advantages(Responses(rewards.sum(1), ids))
@@ -164,8 +167,10 @@ UIDS = st.integers(0, 2**63 - 1) | st.just(7)
     st.randoms(use_true_random=False),
 )
 def test_the_tracker_equals_the_formula(steps, rho, random):
-    """The chance of each prompt is a weighted share of all its answers: those of the n-th last step that it
-    was in count rho^n, and half an answer of either kind was there before. It survives JSON bit for bit."""
+    """A prompt's success rate is a weighted share of all its responses, and survives JSON bitwise.
+
+    Responses of the prompt's n-th last step count rho^n. Half a response of either kind is the prior.
+    """
     tracker = SuccessTracker(rho)
     history: dict[int, list[list[bool]]] = {}
     for answers in steps:
@@ -189,7 +194,7 @@ def test_the_tracker_equals_the_formula(steps, rho, random):
 
 
 def test_a_state_of_the_tracker_does_not_change_with_later_steps():
-    """A checkpoint is written while the next step runs."""
+    """A checkpoint may be written while the next step runs."""
     tracker = SuccessTracker(0.5)
     tracker.observe(torch.tensor([3]), torch.tensor([True]))
     state = tracker.state_dict()
@@ -234,7 +239,7 @@ def test_gae_equals_the_sum_of_the_paper(batch, lam, gamma, dtype):
     st.sampled_from([1.0, 0.99]),
 )
 def test_gae_over_several_windows_with_a_lambda_for_each_response(shapes, seed, gamma):
-    """Responses of 0 to 3 windows, some without a prompt or without any token."""
+    """Responses cover 0 to 3 windows; some have no prompt or no token."""
     batch = make_batch(shapes, seed)
     e = batch.experience
     lam = torch.rand(len(shapes), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 0.1
@@ -245,7 +250,7 @@ def test_gae_over_several_windows_with_a_lambda_for_each_response(shapes, seed, 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 0.9995, 1.0, "adaptive"])
 def test_gae_of_20k_tokens(lam):
-    """lambda^t underflows for 0.95, and 20,000 terms are added for 1."""
+    """lambda^t underflows for 0.95, and for 1 a sum has 20,000 terms."""
     batch = make_batch([(3, 20480), (100, 1), (7, 19999), (1, 300), (2, 128)], 1)
     e = batch.experience
     lengths = e.response_lengths
@@ -289,7 +294,7 @@ def test_gae_does_not_depend_on_order_or_packing_bit_for_bit(batch, random):
 @settings(max_examples=30, deadline=None)
 @given(batches())
 def test_returns_of_lambda_one_are_monte_carlo(batch):
-    """Reward still to come, whatever the values are; garbage outside the responses is not read."""
+    """They equal the future reward for any values; tokens outside the responses are NaN and not read."""
     e = batch.experience
     rewards, values = (
         torch.where(e.response_mask, e[k], torch.tensor(torch.nan)) for k in ("rewards", "values")
@@ -313,7 +318,7 @@ def test_returns_of_lambda_one_are_monte_carlo(batch):
     st.integers(0, 3),
 )
 def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail):
-    """On the last tokens of each response, of which some go on; of what is no window nothing is read."""
+    """Windows are the last tokens of responses, some unfinished; other tokens are NaN and not read."""
     e, windows = batch.experience, []
     mask = torch.zeros_like(e.response_mask)
     for start, end in batch.spans:
@@ -337,7 +342,10 @@ def test_extended_gae_equals_the_sum_of_the_paper(batch, data, lam, gamma, tail)
 
 
 def test_extended_gae_by_hand():
-    """Three tokens that go on, lambda 1/2: delta 1, 2, 0 (V after the last is V(s_2)); and three that end."""
+    """Three tokens of an unfinished response, lambda 1/2: delta 1, 2, 0; and three of a finished one.
+
+    V after the last token of the first is V(s_2).
+    """
     values, rewards = torch.tensor([1.0, 2.0, 4.0] * 2), torch.tensor([0.0] * 5 + [1.0])
     mask, ends, goes_on = (
         torch.ones(6, dtype=torch.bool),
@@ -367,7 +375,7 @@ def test_gae_of_nothing():
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=5))
 def test_response_lengths_of_any_mask(rows):
-    """The length, or nothing if a sequence is not [False ... False True ... True]."""
+    """Returns the lengths, or None if a sequence is not [False ... False True ... True]."""
     mask = torch.tensor([flag for row in rows for flag in row], dtype=torch.bool)
     cu_seqlens = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
     if all(row == sorted(row) for row in rows):
@@ -378,8 +386,8 @@ def test_response_lengths_of_any_mask(rows):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    # Of each response its prompt, and (observed before, sampled) of each turn; the last may end in something
-    # observed, and an episode may begin with it.
+    # For each response: prompt tokens, and (observed, then sampled) tokens of each turn. An episode may start
+    # or end with observed tokens.
     st.lists(
         st.tuples(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=5)),
         min_size=1,
@@ -390,8 +398,10 @@ def test_response_lengths_of_any_mask(rows):
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_gae_goes_from_turn_to_turn(shapes, seed, gamma, dtype):
-    """The successor of a turn's last state is the next turn's first; what is observed is never read. The same
-    sampled tokens without a gap give the same bits."""
+    """A turn's last state is followed by the next turn's first; observed tokens are never read.
+
+    The same sampled tokens without a gap give bitwise equal advantages.
+    """
     turns = [[False] * p + [s for o, n in of for s in [False] * o + [True] * n] for p, of in shapes]
     mask = torch.tensor([flag for row in turns for flag in row])
     ends = torch.tensor([0, *map(len, turns)]).cumsum(0)

@@ -1,4 +1,4 @@
-"""The histograms against loops over Python floats, on ragged batches, whole and in parts."""
+"""Histograms against loops over Python floats, on ragged batches, whole and in parts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ NUMBERS = st.floats(-12, 12, width=32)
 
 @st.composite
 def experiences(draw: st.DrawFn) -> TrainBatch:
-    """1 to 6 sequences of 0 to 3 prompt tokens and 1 to 70 response tokens, with four columns of numbers on
-    their tokens."""
+    """Generate 1 to 6 sequences with four columns of numbers.
+
+    Prompts have 0 to 3 tokens and responses 1 to 70.
+    """
     lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=6))
     batch = TrainBatch.build([[7] * p for p, _ in lengths], [[8] * r for _, r in lengths])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -38,7 +40,7 @@ def experiences(draw: st.DrawFn) -> TrainBatch:
 
 
 def tables(batch: TrainBatch, longest: int = 64) -> list[torch.Tensor]:
-    """The histograms of a batch, the trainer's column in the place of entropy."""
+    """Return the histograms of a batch, with the trainer's column in place of entropy."""
     return [
         lambda_by_length(batch.response_lengths, batch["lambda"], longest),
         error_by_position(batch["values"], batch["returns"], batch.response_mask, batch.response_lengths),

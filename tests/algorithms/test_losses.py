@@ -1,5 +1,4 @@
-"""Losses, gradients and statistics against float64 loops of the papers' formulas, and their independence of
-the division."""
+"""Losses, gradients and statistics against float64 loops of the papers, for any micro-batches."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from tests.algorithms.loops import (
 LOW, HIGH, CLIP, DUAL, LIMIT = 0.2, 0.28, 0.5, 1.5, 30
 AGGREGATIONS = st.sampled_from(["token", "sample", "constant"])
 TOP_K = ("dppo_tv, top k", "dppo_kl, top k")
-# Test name -> the surrogate, its dual clip, and whether it sees further tokens.
+# Test name -> surrogate, dual clip, and whether it sees further tokens.
 SURROGATES: dict[str, tuple[Any, ...]] = {
     **{name: (name[:7], 0.0, True) for name in TOP_K},
     "policy": ("ppo", 0.0),
@@ -93,7 +92,7 @@ TERMS = pytest.mark.parametrize("term", list(LOSSES))
 
 
 def run(term: str, experience: TrainBatch, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
-    """Loss, its gradient by the new log-probs or values, statistics."""
+    """Return the loss, its gradient by the new log-probs or values, and the statistics."""
     new = experience[INPUTS[term][0]].detach().clone().requires_grad_()
     e = TrainBatch(
         experience.tokens,
@@ -135,7 +134,7 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_equal_the_formula(term, batch, aggregation, dtype):
-    """Loss, gradient at every token, and statistics. The loop reads the same (rounded) numbers."""
+    """Loss, gradient at every token, and statistics. The loop reads the same rounded numbers."""
     e = batch.experience
     for name, column in e.columns.items():
         e[name] = column.to(dtype)
@@ -161,7 +160,7 @@ def test_equal_the_formula(term, batch, aggregation, dtype):
     random=st.randoms(use_true_random=False),
 )
 def test_micro_batches_and_ranks_add_up(term, batch, aggregation, random):
-    """Dealt to 3 parts in another order, of which some are empty or hold no included response."""
+    """Three parts in shuffled order; some are empty or have no included response."""
     e = batch.experience
     e["at"], e["weights"] = torch.arange(e.num_tokens), weights_of(e, batch.include, aggregation)
     loss, gradient, stats = run(term, e, e["weights"])
@@ -203,7 +202,7 @@ def test_garbage_on_tokens_that_count_is_not_hidden(term):
 
 @TERMS
 def test_no_included_response_gives_zero(term):
-    """No correct response for the NLL, or all filtered: loss 0, gradient 0, metrics 0."""
+    """With no correct response for the NLL, or all filtered: loss 0, gradient 0, metrics 0."""
     batch = make_batch([(3, 5), (1, 1)], 5, [False, False])
     loss, gradient, stats = run(term, batch.experience, weights_of(batch.experience, batch.include, "token"))
     assert float(loss) == 0 and torch.equal(gradient, torch.zeros_like(gradient))
@@ -213,7 +212,7 @@ def test_no_included_response_gives_zero(term):
 @TERMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_statistics_share_nothing_with_the_loss(term, dtype):
-    """Megatron's schedule divides the loss in place."""
+    """Megatron's schedule divides the loss in place, which must not change the statistics."""
     batch = make_batch([(3, 5), (1, 1)], 6, [True, True])
     e = batch.experience
     for name, column in e.columns.items():
@@ -233,14 +232,15 @@ def test_statistics_share_nothing_with_the_loss(term, dtype):
 HELD = {"dppo_tv", "dppo_kl", *TOP_K}
 
 
-# Not of what is held fixed: the ratio, the factor. kl_cov has a kink where the ratio is 1. gspo: below.
+# Losses that treat the ratio or a factor as constant are left out. kl_cov has a kink at ratio 1, and gspo has
+# a separate test below.
 @pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "fipo", "kl_cov", "gspo"} - HELD))
 def test_gradcheck(term):
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
     weights = weights_of(e, batch.include, "sample")
-    # Finite differences need a loss without a kink nearby: no log-ratio of exactly 0 is one (both branches
-    # agree), a clip boundary is.
+    # Finite differences need a loss without a kink nearby. A log-ratio of exactly 0 is none (both branches
+    # agree); a clip boundary is one.
     new = e[INPUTS[term][0]].clone().requires_grad_()
 
     def loss(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_gradcheck(term):
 
 @pytest.mark.parametrize("aggregation", ["sample", "token"])
 def test_gspo_of_one_advantage_a_sequence_is_gspo(aggregation: str) -> None:
-    """The gradient is that of the mean ratio's objective (arXiv 2507.18071, eq. 5 to 7)."""
+    """The gradient equals that of the mean ratio's objective (arXiv 2507.18071, eq. 5 to 7)."""
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
     weights = weights_of(e, batch.include, aggregation)
@@ -279,7 +279,7 @@ def test_gspo_of_one_advantage_a_sequence_is_gspo(aggregation: str) -> None:
 def test_gspo_gives_each_token_its_own_advantage() -> None:
     """On-policy, advantages (+1, -1) move the two tokens in opposite directions.
 
-    The clip goes by the sign of the token's advantage."""
+    The clip depends on the sign of the token's advantage."""
     weights, ids = torch.tensor([0.5, 0.5]), torch.zeros(2, dtype=torch.int64)
 
     def gradient(advantages: list[float], moved: float) -> list[float]:
@@ -348,7 +348,7 @@ def test_k1_as_a_loss_would_teach_nothing() -> None:
 
 
 def top_k_term(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
-    """top_k_loss of one place."""
+    """Return top_k_loss of one position."""
     return losses.top_k_loss(logits.log_softmax(-1)[None, :k], teacher[None, :k], torch.ones(1))[0]
 
 
@@ -356,7 +356,7 @@ def top_k_term(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
 def test_top_k_is_least_at_the_teacher(k: int) -> None:
     """At the teacher's probabilities the term and its gradient by all logits are 0.
 
-    Elsewhere it is positive and at most the whole KL, which it is where k is the vocabulary."""
+    Elsewhere it is positive and at most the whole KL; with k = vocabulary size it equals the KL."""
     g = torch.Generator().manual_seed(5)
     teacher = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True).values
     at_teacher = teacher.clone().requires_grad_()
@@ -374,15 +374,15 @@ def test_top_k_is_least_at_the_teacher(k: int) -> None:
 
 
 def test_top_k_does_not_reward_probability_on_its_tokens() -> None:
-    """A policy with more probability on the k tokens than the teacher has loses some of it.
+    """A policy with more probability on the k tokens than the teacher loses some of it.
 
-    That holds where rounding leaves nothing for the other tokens, too."""
+    This holds even where rounding leaves no probability for the other tokens."""
     teacher = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()
     for rest in (1e-2, 1e-9):
         share = torch.tensor([0.625 * (1 - rest), 0.375 * (1 - rest), rest / 2, rest / 2])
         logits = share.double().log().requires_grad_()
         (gradient,) = torch.autograd.grad(top_k_term(logits, teacher, 2), logits)
-        assert gradient[2] < 0 and gradient[3] < 0  # descent makes the other tokens likelier
+        assert gradient[2] < 0 and gradient[3] < 0  # descent raises the other tokens' probability
 
 
 @pytest.mark.parametrize("jump", [30.0, -30.0, 1e4, -1e4])
@@ -399,8 +399,10 @@ def test_a_huge_log_ratio_is_bounded(jump):
 
 
 def test_clip_higher_by_hand():
-    """r = 1.25 with A = 1: clipped at 1.2 for epsilon_high 0.2, free for 0.28; r = 0.7 with A = -1: clipped
-    at 0.8."""
+    """r = 1.25 with A = 1 is clipped at 1.2 for epsilon_high 0.2 and free for 0.28.
+
+    r = 0.7 with A = -1 is clipped at 0.8.
+    """
     ratio, advantage, weights = torch.tensor([1.25, 0.7]), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
     old = torch.full((2,), -1.0)
     _, narrow = losses.policy_loss(old + ratio.log(), old, advantage, weights, 0.2, 0.2)
@@ -409,7 +411,7 @@ def test_clip_higher_by_hand():
     assert float(wide["policy/loss"]) == pytest.approx((-1.25 + 0.8) / 2)
     assert [float(s["policy/clip_fraction_high"]) for s in (narrow, wide)] == [1, 0]
     assert [float(s["policy/clip_fraction_low"]) for s in (narrow, wide)] == [1, 1]
-    # Of the clipped token alone, under the new policy; no mean where none is clipped.
+    # The clipped token's probability under the new policy; no mean if no token is clipped.
     assert losses.loss_metrics(narrow)["policy/clip_prob_high"] == pytest.approx(1.25 * math.exp(-1))
     assert "policy/clip_prob_high" not in losses.loss_metrics(wide)
 
@@ -442,7 +444,7 @@ def test_metrics_from_sums():
 
 
 def test_every_name_has_a_row_and_every_row_a_function() -> None:
-    """`Literal` names once more what the table has."""
+    """The `Literal` repeats the names of the table."""
     assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
     for row in POLICY_LOSSES.values():
         assert callable(load_function(row.function))

@@ -1,5 +1,4 @@
-"""Trainer-engine mismatch: metrics, importance weights and masks against loops over Python floats, whole and
-in parts."""
+"""Trainer-engine mismatch: metrics, importance weights and masks against loops, whole and in parts."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LIMIT = 20.0
 def loop_factors(
     batch: Batch, weight: str, cap: float, keep: str, bounds: tuple[float, float]
 ) -> tuple[list[float], list[int]]:
-    """Factor of each token, and how many tokens there are, were truncated and were masked."""
+    """Return each token's factor, and the numbers of tokens, of truncated and of masked ones."""
     new, old = (batch.experience[name].tolist() for name in ("logprobs", "old_logprobs"))
     factors, counts = [0.0] * batch.total, [0, 0, 0]
     for start, end in batch.spans:
@@ -81,7 +80,7 @@ def test_factors_equal_the_loop(batch, weight, keep, cap):
 @settings(max_examples=50, deadline=None)
 @given(batches(), LEVELS, LEVELS, st.randoms(use_true_random=False))
 def test_factors_do_not_depend_on_the_division(batch, weight, keep, random):
-    """Dealt to 3 ranks, of which some may be empty: bit for bit the same, and the counts add up."""
+    """Three ranks, some possibly empty: factors are bitwise equal, and the counts add up."""
     options = {"weight": weight, "cap": 1.1, "keep": keep, "bounds": BOUNDS}
     e = batch.experience
     e["factors"], counts = factors_of(batch, **options)
@@ -98,8 +97,10 @@ def test_factors_do_not_depend_on_the_division(batch, weight, keep, random):
 
 
 def test_importance_weights_are_unbiased():
-    """A vocabulary of 3, sequences of 2: the mean over the engine's draws of product weights times f is the
-    trainer's mean of f."""
+    """The mean over the engine's samples of product weights times f is the trainer's mean of f.
+
+    Enumerated with a vocabulary of 3 and sequences of 2 tokens.
+    """
     engine, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.3, 0.3, 0.4])
     value = torch.tensor([[1.0, -2.0, 0.5], [0.3, 4.0, -1.0], [2.0, 0.0, 1.5]])
     found = 0.0

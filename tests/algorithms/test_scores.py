@@ -1,5 +1,4 @@
-"""Evaluation scores, their confidence intervals and explained variance against enumeration and plain
-formulas."""
+"""Evaluation scores, confidence intervals and explained variance, against enumeration and formulas."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def test_explained_variance_at_its_ends():
 
 
 def _wilson_by_bisection(mean: float, size: float, t: float) -> tuple[float, float]:
-    """Wilson's interval from its definition: the p for which the mean is t standard errors of p away."""
+    """Compute Wilson's interval from its definition: the p with the mean t standard errors of p away."""
 
     def bound(outer: float) -> float:
         inner = mean
@@ -163,7 +162,7 @@ def test_intervals_at_their_ends():
 @pytest.mark.parametrize("n, k", [(10, 8), (30, 32), (30, 1), (200, 8)])
 @pytest.mark.parametrize("a, b", [(1.0, 1.0), (0.3, 0.7), (0.1, 0.1), (30.0, 3.0)])
 def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
-    """Problems' difficulties from a beta distribution of known mean, a binomial draw of answers to each."""
+    """Problem difficulties follow a beta distribution of known mean, correct responses a binomial one."""
     draw = np.random.default_rng(n * k)
     trials = 800
     truth = a / (a + b)
@@ -171,7 +170,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says(n, k, a, b):
     for _ in range(trials):
         low, high = interval((draw.binomial(k, draw.beta(a, b, n)) / k).tolist(), k)
         hits += low <= truth <= high
-    # Three standard errors of a count at 95 % are 2.3 points; heavy tails of few problems cost about one
+    # Three standard errors of a count at 95 % are 2.3 points; heavy tails with few problems cost about one
     # more.
     assert hits / trials > 0.92
 

@@ -1,4 +1,4 @@
-"""Token weights against the formulas, and their independence of how the batch is divided."""
+"""Token weights against the formulas; they do not depend on the division into mini-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_equal_the_formula_and_sum_to_one(batch, aggregation, filtered):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 12), st.sampled_from(["token", "sample"]))
 def test_each_mini_batch_has_the_weights_that_it_has_alone(data, responses, aggregation):
-    """Any assignment of responses to mini-batches, empty mini-batches and empty responses included."""
+    """Any assignment of responses to mini-batches, including empty mini-batches and empty responses."""
     draw = st.lists(st.integers(0, 30), min_size=responses, max_size=responses)
     lengths = torch.tensor(data.draw(draw))
     ids = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=responses, max_size=responses)))

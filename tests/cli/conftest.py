@@ -1,4 +1,4 @@
-"""The user's folder, made once for all tests of the command line."""
+"""The user's folder, created once for all tests of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shared_scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture
 def scene(shared_scene: Scene, capsys: pytest.CaptureFixture[str]) -> Iterator[Scene]:
-    """Tests leave it as it was: what one needs changed lies in its own tmp_path."""
+    """Tests leave the shared folder unchanged and put modified copies into their tmp_path."""
     scene = Scene(shared_scene.folder, capsys)
     yield scene
     scene.clear()
@@ -25,7 +25,7 @@ def scene(shared_scene: Scene, capsys: pytest.CaptureFixture[str]) -> Iterator[S
 
 @pytest.fixture
 def model_copy(shared_scene: Scene, tmp_path: Path) -> Path:
-    """A copy of the model's folder to damage."""
+    """Return a copy of the model's folder to damage."""
     target = tmp_path / "model"
     target.mkdir()
     for file in (shared_scene.folder / "model").iterdir():

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `megarl eval`."""
+"""Functions that the tests of `megarl eval` run on ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from tests.checkpoints import save_checkpoint
 
 
 def write_perturbed(runtime: Runtime, config: Config) -> None:
-    """A checkpoint of step 3 and an export into config.run_dir, of weights that are not those of
-    model.path."""
+    """Write a checkpoint of step 3 and an export into config.run_dir, with weights other than model.path."""
     run = build_run(config, runtime)
     with torch.no_grad():
         for parameter in run.actor.model.parameters():
-            parameter.mul_(1.25)  # alike on every rank, so that what is replicated stays equal
+            parameter.mul_(1.25)  # equal on every rank, so that replicated weights stay equal
     for part in run.actor.optimizers:
-        allocate_moments(part.optimizer)  # as its first step would
+        allocate_moments(part.optimizer)  # as the optimizer's first step would
     run.actor.optimizer.reload_model_params()
     save_checkpoint(run, 3, {"samplers": run.source.snapshot()}, {})
     export_model(run.actor, config, runtime, config.run_dir / "hf")
@@ -34,7 +33,7 @@ def write_perturbed(runtime: Runtime, config: Config) -> None:
 def evaluate_policy(
     runtime: Runtime, config: Config, given: Path
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """The engine's weights and, on rank 0, all answers."""
+    """Return the engine's weights and, on rank 0, all responses."""
     evaluation = Evaluation(*find_policy(config, given), runtime)
     weights = {name: tensor.clone() for name, tensor in evaluation.engine.parameters().items()}
     found = evaluation.answer()
@@ -44,8 +43,7 @@ def evaluate_policy(
 
 
 def start_training(runtime: Runtime, config: Config) -> list[torch.Tensor]:
-    """The weights that a run on this rank begins with: actor's, critic's, and the engine's after a
-    transfer."""
+    """Return a run's initial weights on this rank: actor, critic, and the engine after a transfer."""
     run = build_run(config, runtime)
     assert run.engine is not None and run.weight_sync is not None
     run.weight_sync.sync(0)

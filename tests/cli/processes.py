@@ -1,4 +1,4 @@
-"""`megarl` as a user's shell starts it, and its ranks seen from outside."""
+"""`megarl` as a user's shell starts it, and its ranks as other processes see them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def wait_for(what: str, found: Callable[[], bool], limit: float = LIMIT) -> None:
-    """Polls until `found()`; AssertionError after `limit` seconds."""
+    """Poll until `found()`; raise AssertionError after `limit` seconds."""
     end = time.monotonic() + limit
     while not found():
         assert time.monotonic() < end, f"waited {limit:.0f} s for {what}"
@@ -48,8 +48,10 @@ def wait_for(what: str, found: Callable[[], bool], limit: float = LIMIT) -> None
 
 
 class Job:
-    """A training run in the background, its output in files; ended with everything that it started when the
-    `with` block ends."""
+    """A training run in the background with its output in files.
+
+    All processes that it started are ended when the `with` block ends.
+    """
 
     def __init__(self, config: Path, *overrides: str, forked: bool = True) -> None:
         self.folder = config.parent
@@ -81,7 +83,7 @@ class Job:
         self.process.wait(30)
 
     def ranks(self, wanted: int) -> list[psutil.Process]:
-        """The rank processes, in the order of their ranks, once there are so many."""
+        """Wait for `wanted` rank processes and return them in the order of their ranks."""
         found: dict[int, psutil.Process] = {}
 
         def all_there() -> bool:
@@ -99,7 +101,7 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
     def wait_for_steps(self) -> None:
-        """Until the run is in the midst of training, and has started its verifiers."""
+        """Wait until the run has finished a training step and started its verifiers."""
         metrics = self.folder / "run" / "metrics.jsonl"
 
         def trained() -> bool:
@@ -110,8 +112,10 @@ class Job:
         self.started |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def end(self, sent: signal.Signals | None = None) -> tuple[int, str]:
-        """Exit code and standard error, after `sent` was sent to the launcher; every process that it started
-        must be gone by then."""
+        """Send `sent` to the launcher, and return its exit code and standard error.
+
+        Every process that it started must be gone by then.
+        """
         if sent is not None:
             self.process.send_signal(sent)
         code = self.process.wait(LIMIT)

@@ -1,5 +1,4 @@
-"""A user's folder: a tiny model, data files and a configuration of two ranks; and the command as that user
-gives it."""
+"""A user's folder: a tiny model, data files and a configuration of two ranks; and the command in it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megarl.cli.main import main
 from tests.tiny_models import make_tiny_model
 
 QUESTIONS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(3) for b in range(3)]
-# Two ranks: whatever passes the checks by mistake would be seen launching them.
+# Two ranks: a mistake that the checks miss becomes visible by their launch.
 CONFIG = """\
 recipe: dapo
 run_dir: {folder}/run
@@ -38,7 +37,7 @@ def write_jsonl(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @dataclass
 class Scene:
-    """folder: model/, train.jsonl and x.yaml lie there; run/ is what a run would write."""
+    """folder: contains model/, train.jsonl and x.yaml; a run would write run/."""
 
     folder: Path
     capsys: pytest.CaptureFixture[str] | None = None
@@ -55,7 +54,7 @@ class Scene:
         return self.folder / "x.yaml"
 
     def refused(self, *arguments: str) -> str:
-        """The one line on standard error, for a command that must end with code 2 and print nothing else."""
+        """Return the one line on standard error of a command that must end with code 2 and no output."""
         assert self.capsys is not None
         self.capsys.readouterr()
         code = main(arguments)
@@ -65,11 +64,11 @@ class Scene:
         return err.rstrip("\n").removeprefix("megarl: ")
 
     def train_refused(self, *overrides: str) -> str:
-        """As `refused`, for `megarl train`, which must not have touched the run's folder either."""
+        """Do as `refused` for `megarl train`, which must not touch the run's folder either."""
         line = self.refused("train", str(self.config), *overrides)
         assert not (self.folder / "run").exists(), "the run's folder was claimed: ranks would have been next"
         return line
 
     def clear(self) -> None:
-        """One test's mistake must not be every later test's."""
+        """Remove the run's folder, so that one test's failure does not affect later tests."""
         shutil.rmtree(self.folder / "run", ignore_errors=True)

@@ -1,5 +1,7 @@
-"""What a user can get wrong: one line naming the key or the file, exit code 2, before the run's folder is
-claimed or a rank is started."""
+"""Mistakes of users: one line with the key or file, and exit code 2.
+
+No rank has started and the run's folder is not claimed by then.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NULL = object()
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Sets keys of a JSON file; None takes a key away, NULL writes null."""
+    """Set keys of a JSON file; None removes a key, NULL writes null."""
     content = json.loads(path.read_text()) | changes
     kept = {key: value for key, value in content.items() if value is not None}
     path.write_text(json.dumps({key: None if value is NULL else value for key, value in kept.items()}))
@@ -216,8 +218,7 @@ class TestKeys:
 
 
 class TestModelFolder:
-    """Each makes a copy of the model's folder into something foreign; model.path and the file at fault are
-    named."""
+    """Each test damages a copy of the model's folder; the message names model.path and the faulty file."""
 
     def test_missing(self, scene: Scene) -> None:
         assert scene.train_refused("model.path=/no/such/model") == (
@@ -444,7 +445,7 @@ class TestModelFolder:
     def test_code_in_the_folder_is_never_run(
         self, scene: Scene, model_copy: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
-        """Whatever the user would say to transformers' question."""
+        """Even if the user would answer yes to transformers' question."""
         code = (
             f"open({str(model_copy / 'it ran')!r}, 'w')\nfrom transformers import Qwen2Config as C, "
             "PreTrainedTokenizerFast as T\n"
@@ -462,7 +463,7 @@ class TestModelFolder:
 
     @pytest.mark.parametrize("sharded", [False, True])
     def test_a_tied_output_layer_of_its_own(self, scene: Scene, tmp_path: Path, sharded: bool) -> None:
-        """transformers ties, and drops the tensor without a word; train, check, eval and convert refuse."""
+        """transformers ties and silently drops the tensor; train, check, eval and convert refuse."""
         folder = make_tiny_model(
             tmp_path / "m", "qwen2", max_positions=256, max_shard_bytes=20_000 if sharded else None
         )
@@ -494,7 +495,7 @@ class TestModelFolder:
         assert HFFolder(folder).extra == ("lm_head.weight",), "the same bits twice are the same model"
 
     def test_tokenizer_without_an_end(self, scene: Scene, tmp_path: Path) -> None:
-        # for Qwen transformers would invent one
+        # transformers would invent one for Qwen
         folder = make_tiny_model(tmp_path / "m", "llama", max_positions=256)
         edit_json(folder / "tokenizer_config.json", eos_token=None)
         assert self.damaged(scene, folder).startswith(
@@ -593,7 +594,7 @@ class TestModelFolder:
             r"x\.yaml: teacher\.top_k: 4000 is more than the \d+ tokens that there are \(lower", line
         )
         row = '{"prompt": "1+1=", "answer": "2", "data_source": ["gsm8k"]}\n'
-        (scene.folder / "listed.jsonl").write_text(row)  # a list is nobody's name
+        (scene.folder / "listed.jsonl").write_text(row)  # a list is not a name
         line = scene.train_refused(named, f"data.train=[{scene.folder / 'listed.jsonl'}]")
         assert "teacher.by_source.gsm8k: no row of data.train has this data_source, whose" in line
         line = scene.train_refused(named, "teacher.top_k=4")
@@ -645,7 +646,7 @@ class TestData:
         assert scene.train_refused(f"data.train=[{tmp_path / name}]").startswith(
             f"{tmp_path / name}: {expected}"
         )
-        # The same in evaluation data, beside a good file.
+        # The same error in evaluation data, next to a good file.
         files = f"data.eval=[{scene.folder}/train.jsonl, {tmp_path / name}]"
         assert scene.train_refused(files).startswith(f"{tmp_path / name}: {expected}")
 
@@ -668,7 +669,7 @@ class TestData:
         )
 
     def test_pairs_without_responses(self, scene: Scene) -> None:
-        # the default: the scene's is for sampled responses
+        # default keys: the scene's data is for sampled responses
         line = scene.train_refused("recipe=sft", "reward.overlong.buffer=4096")
         assert line.startswith(f"{scene.folder}/train.jsonl: no row can be used: 9 x no response in response")
 
@@ -805,7 +806,7 @@ class TestCommandLine:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, as a shell starts it."""
+    """Run the command in a separate process, as a shell starts it."""
     command = [sys.executable, "-m", "megarl", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment

@@ -1,4 +1,4 @@
-"""What the benchmarks print of what they have measured."""
+"""The output and history of the benchmarks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_phase_that_did_not_run_has_no_speed(
 
 
 def test_trainers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each goes on in its own turns alone, with a child in a session of its own, as ranks are."""
+    """Only one trainer runs at a time; each has a child in a separate session, as ranks do."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     step: Any = importlib.import_module("step")
     monkeypatch.setattr(step, "FOLDER", tmp_path)
@@ -83,7 +83,7 @@ def test_ratios_are_of_rounds_and_to_the_better_of_the_others(
 def test_what_has_become_worse_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the median of runs before on the same kind of machine, whichever way is worse."""
+    """It is compared with the median of earlier runs on the same kind of machine, in its worse direction."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     history, measure = importlib.import_module("history"), importlib.import_module("measure")
 
@@ -107,15 +107,17 @@ def test_what_has_become_worse_is_printed(
     for other in ({"machine": "another"}, {"arguments": "--steps 8"}):
         assert not list(history.worse([*usual, *({**one, **other} for one in run(5.0, 1.0))]))
     assert not list(history.worse(run(1.0, 1.0)))
-    # Of eight runs the last is compared with five: what was usual before these does not count.
+    # The last of eight runs is compared with the five before; older ones do not count.
     eight = [record for seconds in (0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5) for record in run(seconds, 2000.0)]
     assert not list(history.worse([*eight, *run(0.54, 2000.0)])) and list(history.worse(eight[:6]))
 
 
 @pytest.mark.slow
 def test_a_run_appends_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real benchmark, twice, in a repository whose history is committed: that it has grown makes no commit
-    "-dirty", another change does."""
+    """Run a real benchmark twice in a repository with a committed history.
+
+    A longer history does not mark the commit "-dirty"; any other change does.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     history, bench = importlib.import_module("history"), importlib.import_module("run")
     file, code = tmp_path / "history.jsonl", tmp_path / "code.py"
@@ -148,7 +150,7 @@ def test_a_run_appends_to_the_history(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_the_rollout_benchmark_measures_both_orders_of_sums() -> None:
-    """It patches the engine's own parts, which may have changed."""
+    """It patches internals of the engine, which may have changed."""
     benchmark = Path(__file__).resolve().parents[2] / "benchmarks" / "rollout.py"
     few = ["--repeats", "1", "--prompts", "2", "--group", "2", "--max-batch", "4", "--max-tokens", "8"]
     run = subprocess.run([sys.executable, benchmark, *few], capture_output=True, text=True, timeout=300)

@@ -51,7 +51,7 @@ def test_show_prints_what_the_model_reads(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_show_starts_no_command(scene: Scene, tmp_path: Path) -> None:
-    """To look at a stranger's configuration is not to ask for its commands to be run."""
+    """Showing another person's configuration must not run its commands."""
     (scene.folder / "tools").mkdir()
     model = scene.folder / "tools" / "model"
     shutil.copytree(scene.folder / "model", model)

@@ -1,5 +1,4 @@
-"""`megarl demo`: recipes and seeds side by side, an equal warm start used again, and nothing of anybody
-else's touched."""
+"""`megarl demo`: separate folders for recipes and seeds, reused warm starts, untouched user files."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megarl_tasks.demo import MARK, MARK_RUN
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 
-# A warm start and runs of seconds, each in one process.
+# A warm start and runs that take seconds, each in one process.
 WARM_START = (
     f"base: {PACKAGE}/configs/demos/sft.yaml\nsteps: %d\nparallel: {{dp: 1}}\nlog: {{report: false}}\n"
 )
@@ -38,7 +37,7 @@ def demo(folder: Path, *arguments: str) -> str:
 
 
 def kept(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file below a folder: when it was written, and its bytes."""
+    """Return the modification time and content of every file below a folder."""
     return {
         str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes())
         for f in folder.rglob("*")
@@ -51,7 +50,7 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # ten trainings one after the other, each of which imports torch and Megatron
+@pytest.mark.timeout(1800)  # ten runs, one after the other; each imports torch and Megatron
 def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "configs" / "demos").mkdir(parents=True)
     (tmp_path / "configs" / "demos" / "sft.yaml").write_text(WARM_START % 8)
@@ -61,26 +60,26 @@ def test_recipes_and_seeds_lie_side_by_side(tmp_path: Path) -> None:
     first = {part: kept(runs / part) for part in ("sft", "vapo")}
     bits = {part: weights(runs / part) for part in first}
 
-    # after another recipe the first one's run and warm start are as they were
+    # another recipe leaves the first one's run and warm start unchanged
     said = demo(tmp_path, "--recipe", "dapo", *SHORT)
     assert "warm start: that of runs/demo/sft is used again" in said
     assert {part: kept(runs / part) for part in first} == first and (runs / "dapo" / "report.html").is_file()
 
-    # and after another seed, whose run is where the user wants it
+    # and so does another seed, whose run_dir the user has chosen
     said = demo(tmp_path, "--seed", "1", *VAPO, "run_dir=elsewhere")
     assert "warm start: supervised training" in said and "accuracy on 16 held-out problems (95 %" in said
     assert "report:     elsewhere/report.html" in said and "HF model:   elsewhere/hf" in said
     assert {part: kept(runs / part) for part in first} == first
     assert weights(runs / "seed-1" / "sft") != bits["sft"] and not (runs / "seed-1" / "vapo").exists()
 
-    demo(tmp_path, *VAPO)  # from the warm start that is used again come the same bits
+    demo(tmp_path, *VAPO)  # the reused warm start gives a bitwise equal run
     assert (
         weights(runs / "vapo") == bits["vapo"]
         and kept(runs / "vapo") != first["vapo"]
         and kept(runs / "sft") == first["sft"]
     )
 
-    # what is not what was made, is made anew: the same bits
+    # a damaged warm start is repeated, with a bitwise equal result
     (runs / "sft" / "hf" / "model.safetensors").write_bytes(bits["sft"][:-1])
     assert "warm start: supervised training" in demo(
         tmp_path, *VAPO, "log.report=false", "checkpoint.export_hf=false"
@@ -120,7 +119,7 @@ class TestIdentity:
 
 
 class TestRefusals:
-    """Before anything is made; run_dir is among the overrides, and everything in it would be deleted."""
+    """Refused before any write: the existing content of run_dir would be deleted."""
 
     def test_a_run_dir_that_is_somebody_elses(self, scene: Scene, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
@@ -148,7 +147,7 @@ class TestRefusals:
         assert not (tmp_path / "demo").exists()
 
     def test_a_model_of_the_run_that_is_to_be_deleted(self, scene: Scene, tmp_path: Path) -> None:
-        """`model.path=` the last run's result, to go on from it."""
+        """`model.path=` the last run's result, to continue from it."""
         (tmp_path / MARK).touch()
         (tmp_path / "vapo" / "hf").mkdir(parents=True)
         (tmp_path / "vapo" / MARK_RUN).touch()

@@ -1,4 +1,4 @@
-"""What `megarl doctor` says: of machines given as facts, and of this one."""
+"""The output of `megarl doctor`, for described machines and for this one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
     says: str,
     command_: str,
 ) -> None:
-    """Before anything is imported that would fail: from every command that trains, and from doctor."""
+    """Every command that trains, and doctor, report it before the import that would fail."""
     versions = {name: version for name, version in (FITTING | change).items() if version is not None}
     monkeypatch.setattr("megarl.parallel.machine.installed", lambda: versions)
     monkeypatch.setattr("megarl.parallel.machine.sys.version_info", (*python, 0))
@@ -143,7 +143,7 @@ def test_a_package_that_does_not_fit_is_one_line_with_the_version_that_does(
 
 @pytest.fixture(scope="module")
 def this_machine() -> Iterator[tuple[Machine, str]]:
-    """Run `megarl doctor` once; return the machine that it saw and the text that it printed."""
+    """Run `megarl doctor` once; return the machine that it saw and its output."""
     machines: list[Machine] = []
 
     def record() -> Machine:
@@ -153,7 +153,7 @@ def this_machine() -> Iterator[tuple[Machine, str]]:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("megarl.cli.doctor.look", record)
-        # each process imports torch: one measures as well as one for each core
+        # each process imports torch: measure with one instead of one per core
         patch.setattr("megarl.cli.doctor.matrix_rates", lambda processes: matrix_rates(1))
         assert main(["doctor"]) == 0
     yield machines[0], printed.getvalue()
@@ -166,7 +166,7 @@ def test_this_machine(this_machine: tuple[Machine, str]) -> None:
 
 
 def test_the_sandbox_that_this_machine_has(this_machine: tuple[Machine, str]) -> None:
-    """Each protection has its row, and one that does not hold says what there is instead."""
+    """Each protection has a row, and a missing one names its substitute."""
     machine = replace(LAPTOP, sandbox=("seccomp",), denied={"other files": False, "the network": True})
     rows = {one.name: one for one in abilities(machine) if "sandbox" in one.name}
     files = rows["a sandbox that keeps verifiers and tools from other files"]

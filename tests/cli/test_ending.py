@@ -1,5 +1,4 @@
-"""How a job ends that somebody or something ends: the launcher's line and exit code, and no process left
-behind."""
+"""How a job ends by a signal or failure: the launcher's message and exit code, no leftover process."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ ENDLESS = (
 
 
 class TestExplainFailures:
-    """Which rank's end is the news, from the exit codes of all and the words that they left."""
+    """The launcher reports the rank whose failure ended the others, from all exit codes and messages."""
 
     RUN = Path("runs/x")
 
@@ -65,7 +64,7 @@ class TestExplainFailures:
 
     def test_a_rank_that_nccl_aborts_has_lost_a_peer(self) -> None:
         full = self.word("step 3, phase actor_update needs more memory than there is", 4.0)
-        for ended in (2, -signal.SIGTERM):  # the rank itself, or the launcher while that rank still leaves
+        for ended in (2, -signal.SIGTERM):  # the rank exits, or the launcher ends it meanwhile
             ends = {5: (ended, full), 3: (-signal.SIGABRT, None), 4: (-signal.SIGTERM, {})}
             assert explain_failures(ends, self.RUN) == (2, full["line"])
         code, line = explain_failures({3: (-signal.SIGABRT, {}), 4: (-signal.SIGTERM, {})}, self.RUN)
@@ -94,16 +93,15 @@ class TestExplainFailures:
             "runs/x"
         )
         assert explain_failures(ends, self.RUN, forwarded=signal.SIGTERM) == (75, told)
-        # nobody has asked: whoever sent that was not the launcher
+        # no signal was forwarded, so the launcher did not send it
         code, line = explain_failures(ends, self.RUN)
         assert code == 138 and line.startswith("rank 0 was killed by signal 10 (SIGUSR1)")
         code, line = explain_failures({**ends, 2: (-signal.SIGKILL, {})}, self.RUN, forwarded=signal.SIGTERM)
         assert code == 75 and "stopped by SIGTERM" in line
 
 
-# In a rank: waits for `go` where Python starts (as with a slow file system), or where torch is imported.
-# As sitecustomize.py of the launcher: its ranks wait where they begin, or once they have their handlers,
-# until there is a file `go`.
+# As sitecustomize.py of the launcher: its ranks wait where they start, or once they have their signal
+# handlers, until the file `go` exists.
 SLOW_RANKS = """
 import os, signal, time
 from pathlib import Path
@@ -131,7 +129,7 @@ def begin():
 
 os.register_at_fork(after_in_child=begin)
 """
-# The same where torch is imported, in a process that was not forked.
+# In a process that was not forked: wait for `go` where torch is imported.
 SLOW_IMPORT = """
 import sys, time
 from pathlib import Path
@@ -158,8 +156,10 @@ def job_scene(tmp_path: Path) -> Scene:
 @pytest.mark.slow
 class TestRealJob:
     def test_a_verifier_that_fails_on_every_answer_ends_the_run(self, job_scene: Scene) -> None:
-        """Only on what a model says, so that the check before the run finds nothing: the second step is the
-        last."""
+        """The verifier fails only on a model's responses, so the check before the run passes.
+
+        The second step is the last.
+        """
         keys = (
             "reward.verifier=tests.cli.verifiers:only_labelled",
             "guard.unverified_steps=2",
@@ -222,7 +222,7 @@ class TestRealJob:
         assert (code, errors) == (143, "megarl: ended by SIGTERM, with all ranks\n")
 
     def test_ranks_are_not_started_anew_after_the_job_was_told_to_end(self, job_scene: Scene) -> None:
-        """Though one of them cannot save, and is killed."""
+        """One of them is suspended, cannot save, and is killed."""
         with Job(job_scene.config, *ENDLESS, "checkpoint.every=1", "parallel.restarts=2") as job:
             victim = job.ranks(2)[1]
             job.wait_for_steps()
@@ -237,8 +237,7 @@ class TestRealJob:
     def test_told_to_end_while_the_ranks_are_starting(
         self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch, with_handlers: bool
     ) -> None:
-        """No rank has a handler yet (they die of what the launcher passes on), or all have one and note what
-        they were told."""
+        """Either no rank has a handler yet and the forwarded signal ends it, or all record the signal."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_RANKS, with_handlers=with_handlers)
         with Job(job_scene.config, *ENDLESS, "checkpoint.every=1", forked=False) as job:
             wait_for("the ranks to start", lambda: len(list(folder.glob("waits-*"))) == 2)
@@ -265,7 +264,7 @@ class TestRealJob:
     def test_told_to_end_while_a_rank_without_our_launcher_is_importing(
         self, job_scene: Scene, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As torchrun's ranks are: they take SIGTERM themselves."""
+        """Ranks of torchrun get SIGTERM themselves."""
         folder = self.slow_start(job_scene, monkeypatch, SLOW_IMPORT)
         with Job(job_scene.config, *ENDLESS, "parallel.tp=1", "checkpoint.every=1", forked=False) as job:
             wait_for("the import", (folder / "waits-alone").exists)
@@ -288,8 +287,7 @@ class TestRealJob:
         return folder
 
     def test_weights_that_are_not_numbers(self, job_scene: Scene) -> None:
-        """Only a rank that reads the slice can know; all of them end, and the file and the tensor are named
-        once."""
+        """Only the rank that reads the slice finds out; all end, and one line names file and tensor."""
         path, name = job_scene.folder / "model" / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
         weights = load_file(path)
         weights[name][3, -1] = float("nan")  # in the slice of the second rank
@@ -328,7 +326,7 @@ class TestRealJob:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_goes_on_whose_output_nobody_reads(scene: Scene, ranks: int) -> None:
-    """As `megarl train ... | head -1`."""
+    """The case is `megarl train ... | head -1`."""
     quick = ("steps=4", "data.eval=[]", *ENDLESS[1:3], f"parallel.tp={ranks}", "log.report=false")
     command, pipe = ["train", str(scene.config), *quick], subprocess.PIPE
     with Command(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe) as run:
@@ -359,7 +357,7 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
 
 @pytest.mark.parametrize("command", ["plan configs/vapo_32b.yaml", "config docs"])
 def test_a_command_ends_quietly_whose_output_nobody_reads(command: str) -> None:
-    """Also where all of it is in Python's buffer until the end, which Python itself reports with code 120."""
+    """This includes output that Python buffers until the end, for which Python alone exits with code 120."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -1,5 +1,4 @@
-"""`megarl eval`: a checkpoint, its run and its export are the same policy at every layout; scores, files, and
-what is refused."""
+"""`megarl eval`: checkpoint, run and export are the same policy at every layout; scores, refusals."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ Ranks = Callable[..., RankPool]
 
 @pytest.fixture(scope="module")
 def run(shared_scene: Scene, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a checkpoint that two tensor-parallel ranks wrote, of other weights than
-    model.path, and their export."""
+    """Return a run's folder with a checkpoint of two tensor-parallel ranks and its export.
+
+    Its weights differ from model.path.
+    """
     folder = tmp_path_factory.mktemp("perturbed") / "run"
     config = load_config(shared_scene.config, [f"run_dir={folder}", "data.eval=[]"])
     ranks(2, 1, 1).run(write_perturbed, config=config)
@@ -60,7 +61,7 @@ def test_a_checkpoint_is_evaluated_at_any_layout(
     assert not torch.equal(start["model.norm.weight"], expected["model.norm.weight"]), (
         "the checkpoint is not where it began"
     )
-    one, other = (policy[0][1] for policy in found)  # rank 0 has the texts
+    one, other = (policy[0][1] for policy in found)  # rank 0 has the responses
     assert len(one) == 9 * 3 and other == one
 
 
@@ -93,8 +94,10 @@ def test_a_converted_checkpoint_brings_its_own_description(
 def test_training_starts_from_converted_checkpoints(
     shared_scene: Scene, ranks: Ranks, run: Path, tmp_path: Path
 ) -> None:
-    """model.path and critic.path: the same weights as from the Hugging Face folder, and a damaged one is
-    refused before ranks start."""
+    """model.path and critic.path load the same weights as the Hugging Face folder.
+
+    A damaged checkpoint is refused before ranks start.
+    """
     whole, critic = tmp_path / "converted", tmp_path / "critic"
     assert main(["convert", "to-megatron", str(run / "hf"), str(whole), "--pp", "2"]) == 0
     assert main(["convert", "to-megatron", str(run / "hf"), str(critic), "--critic"]) == 0
@@ -149,7 +152,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path: Path) -> None:
-    """With two data sources: no score, no error, and every answer counted as ungraded."""
+    """With two data sources: no score, no error, and every response counted as ungraded."""
     rows = [
         {"question": f"What is {a} + 1?", "answer": str(a + 1), "data_source": "ab"[a % 2]} for a in range(4)
     ]
@@ -167,7 +170,7 @@ def test_an_evaluation_that_nobody_judges_says_so(shared_scene: Scene, tmp_path:
 
 @pytest.mark.slow
 def test_answers_that_find_no_room(shared_scene: Scene, tmp_path: Path) -> None:
-    """The scores are printed all the same, and no file is half there."""
+    """The scores are still printed, and no file is incomplete."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "answers.jsonl").symlink_to("/dev/full")
     done = megarl(
@@ -182,7 +185,7 @@ def test_answers_that_find_no_room(shared_scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sets_with_names(shared_scene: Scene, tmp_path: Path) -> None:
-    """All are evaluated; one with an `every` of its own has its scores apart from the headline's."""
+    """All sets are evaluated; the headline excludes a set that has `every`."""
     file = shared_scene.folder / "train.jsonl"
     sets = f"{{path: {file}, name: hard, samples: 4}}, {{path: {file}, name: rare, every: 5, samples: 1}}"
     keys = (f"data.eval=[{file}, {sets}]", "evaluation.samples=2", "parallel.tp=1")
@@ -207,8 +210,10 @@ def test_sets_with_names(shared_scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_on_two_ranks(shared_scene: Scene, run: Path, tmp_path: Path) -> None:
-    """A Megatron checkpoint under the launcher at dp 2, and its export in one process: the same answers, and
-    scores as counted here."""
+    """A Megatron checkpoint under the launcher at dp 2 and its export in one process give equal responses.
+
+    The scores equal a count in this test.
+    """
     easy = "reward.verifier=tests.cli.verifiers:even_length"
     common = (easy, "evaluation.samples=4", "rollout.max_response_tokens=6", "evaluation.top_p=1.0")
 

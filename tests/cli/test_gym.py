@@ -1,4 +1,4 @@
-"""A run on reasoning-gym's problems beside a file: shown, trained, stopped and continued, evaluated."""
+"""A run on reasoning-gym's problems and a file: shown, trained, stopped, continued and evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUMS = "gym: {tasks: {chain_sum: {max_terms: 2, max_digits: 1}, count_bits: {}},
 
 
 def test_a_run_and_its_continuation(shared_scene: Scene, tmp_path: Path) -> None:
-    """Stopped after its first step and continued, it ends in the same weights; scores are by task."""
+    """A run stopped after its first step and continued has the same weights; scores are reported by task."""
     keys = (
         "recipe=grpo",
         f"data.train=[{{{SUMS % 40}}}, {shared_scene.folder}/train.jsonl]",
@@ -32,7 +32,7 @@ def test_a_run_and_its_continuation(shared_scene: Scene, tmp_path: Path) -> None
         "data.max_prompt_tokens=220",
         "rollout.max_response_tokens=16",
         "parallel.tp=1",
-        "reward.terms={any: {function: 'tests.cli.verifiers:checksum'}}",  # a random model has no other
+        "reward.terms={any: {function: 'tests.cli.verifiers:checksum'}}",  # a random model earns no other
         "checkpoint.every=1",
         "log.report=false",
     )
@@ -59,7 +59,7 @@ def test_a_run_and_its_continuation(shared_scene: Scene, tmp_path: Path) -> None
 
 
 def test_a_task_that_does_not_exist(shared_scene: Scene, tmp_path: Path) -> None:
-    """Named before a run, where the model is and where it is not; and the list of those that do."""
+    """It is reported before a run, whether the model exists or not, and the existing tasks are listed."""
     for model in ((), ("model.path=/nowhere",)):
         entry = "data.train=[{gym: {tasks: [chain_summ], size: 4}}]"
         done = megarl("config", "check", str(shared_scene.config), entry, *model, cwd=tmp_path)

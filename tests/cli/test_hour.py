@@ -1,5 +1,7 @@
-"""The runner of `make gpu`: a stage that fails, hangs or is interrupted stops none, what is done is not done
-again, and the report says so. One of its real stages runs with a tiny model."""
+"""The runner of `make gpu`: failed, hanging and interrupted stages do not stop the others.
+
+Finished stages are not repeated, and the report states it. Real stages run once with a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ from tests.cli.processes import LIMIT, environment, wait_for
 from tests.rehearsal.fakecuda import pretend
 
 ROOT, GIB = Path(__file__).resolve().parents[2], 2**30
-HANGING = 77.0  # a limit that is over, however slow the machine is, once the stage has come to hang
+HANGING = 77.0  # this limit counts as exceeded once the stage hangs, however slow the machine is
 MACHINE = dict.fromkeys(("device", "code", "driver", "packages", "host"), "-") | {"has": [], "count": 0}
-# SmolLM2-135M's config.json, beside what it shares with other models of its family.
+# SmolLM2-135M's config.json, except for the keys that it shares with other models of its family.
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
 SMOLLM2 |= {"intermediate_size": 1536, "vocab_size": 49152, "head_dim": 64}
-# Counts its calls in a file, and says what it has found where the runner looks for it.
+# Counts its calls in a file, and writes its results where the runner reads them.
 COUNTS = """
 import json, pathlib, sys
 out, name = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -40,7 +42,7 @@ found = {"checks": [row], "figures": {"gb": 3.0}, "tables": [table], "notes": ["
 (out / f"{name}.partial.json").write_text(json.dumps(found))
 """
 FAILS = COUNTS + "print('what was wrong')\nraise SystemExit(3)\n"
-# A child in a session of its own, as ranks have them, that nobody ends; neither minds SIGTERM.
+# A child in a separate session, as ranks have it, that is never ended; both ignore SIGTERM.
 HANGS = (
     COUNTS
     + """
@@ -76,7 +78,7 @@ def statuses(out: Path) -> dict[str, str]:
 
 
 def await_its_end(out: Path) -> None:
-    """Wait until the child of HANGS has ended; it would keep the GPU."""
+    """Wait until the child of HANGS has ended; it would otherwise occupy the GPU."""
     pid = int((out / "child").read_text())
 
     def is_gone() -> bool:
@@ -86,7 +88,7 @@ def await_its_end(out: Path) -> None:
 
 
 class UntilItHangs(subprocess.Popen[bytes]):
-    """A stage whose limit HANGING is over when it says that it is still at it."""
+    """A stage that exceeds its limit HANGING once its log contains "still at it"."""
 
     def wait(self, timeout: float | None = None) -> int:
         if timeout != HANGING:
@@ -139,7 +141,7 @@ def test_stages_that_fail_or_hang_stop_none_and_the_next_call_goes_on(
     }
     counted = {name: calls(tmp_path, name) for name in ("fails", "hangs", "misses", "needs", "passes")}
     assert counted == {"fails": 2, "hangs": 2, "misses": 1, "needs": 1, "passes": 1}
-    # What was never tried comes first.
+    # Stages that were never tried come first.
     begun = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "(at most" in line]
     assert begun == ["needs", "fails", "hangs"]
 
@@ -160,8 +162,10 @@ def test_what_the_hour_has_no_room_for_is_said_and_not_begun(hour: Any, tmp_path
 
 
 def on_h100(hour: Any, folder: Path, gpus: int, with_7b: bool = False) -> Any:
-    """What stages are given on a machine with all packages, whose host has 200 GiB or 1,800; with models of
-    which the planner needs the sizes alone."""
+    """Return the arguments of stages on a machine with all packages, and 200 or 1,800 GiB of host memory.
+
+    Of the models only config.json exists; the planner needs no more.
+    """
     sizes = {
         "small/model": KNOWN_MODELS["Llama-3.2-1B"] | SMOLLM2,
         "Qwen2.5-7B": KNOWN_MODELS["Qwen2.5-7B"],
@@ -185,7 +189,7 @@ def on_h100(hour: Any, folder: Path, gpus: int, with_7b: bool = False) -> Any:
 def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     hour: Any, gpus: int, name: str, with_7b: bool, tmp_path: Path
 ) -> None:
-    """Each configuration holds, and `megarl plan` finds room: for 7B on one GPU, part of the model frozen."""
+    """Each configuration is valid and fits by `megarl plan`; for 7B on one GPU, partly frozen."""
     runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, gpus, with_7b)
     more = ["steps=3"] if name == "resume" else []
     if name == "seven_vapo":
@@ -202,8 +206,10 @@ def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
 
 
 def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: Path) -> None:
-    """512 responses of 20 tokens to prompts of 80, and an update of 0.4 s that took 3 GiB: shares of the peak
-    against a count by hand."""
+    """Fractions of the peak equal a hand count.
+
+    512 responses of 20 tokens to prompts of 80, and an update of 0.4 s that used 3 GiB.
+    """
     runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, 1)
     (tmp_path / "kernels.json").write_text(json.dumps({"figures": {"matmul_tflops": 600.0}}))
     seconds = {"rollout": 2.0, "old_logprobs": 0.1, "values": 0.1, "critic_update": 0.3, "actor_update": 0.4}
@@ -216,7 +222,7 @@ def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: P
     }
     record |= {"memory/actor_update": 3.0 * GIB, "memory_device/actor_update": 40.0 * GIB}
     record |= {"mismatch/logprob_abs_mean": 0.2, "reward/mean": -1.0, "throughput/rollout_tokens": 5120.0}
-    slow = record | {"time/actor_update": 9.0, "time/step": 12.0}  # the first step warms up
+    slow = record | {"time/actor_update": 9.0, "time/step": 12.0}  # the first step includes warm-up
     found = importlib.import_module("hour_found").Found(tmp_path / "vapo_bf16.partial.json")
     plan = runs.plan_of_run(given, "vapo_bf16", runs.overrides_of("vapo_bf16", given))
     runs.summarise(given, found, plan, [slow | {"step": 1}, record | {"step": 2}, record | {"step": 3}])
@@ -302,7 +308,7 @@ def test_ended_from_outside_it_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def call(out: Path, *arguments: str) -> str:
-    """What `make gpu ARGS=--tiny` prints, and its page."""
+    """Return the output of `make gpu ARGS=--tiny` and its report."""
     command = [sys.executable, str(ROOT / "benchmarks" / "hour.py"), "--tiny", "--out", str(out), *arguments]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
@@ -315,8 +321,10 @@ def call(out: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_real_stages_with_a_tiny_model(tmp_path: Path) -> None:
-    """Numbers beside Hugging Face and a run beside the plan; a stage of a GPU says what it lacks; the second
-    call does nothing again."""
+    """Numbers are compared with Hugging Face's and a run with its plan.
+
+    A GPU stage reports its missing requirement, and a second call repeats nothing.
+    """
     chosen = ("model", "parity", "vapo_bf16", "engine")
     told = call(tmp_path, "--only", *chosen)
     found = statuses(tmp_path)

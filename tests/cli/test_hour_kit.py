@@ -1,5 +1,4 @@
-"""The kit of `make gpu` for a machine without a network: which code of a library is kept, and that what is
-packed is what was there."""
+"""The kit of `make gpu` for offline machines: which code of a library is kept, bitwise unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def group(*entries: tuple[int, int]) -> bytes:
-    """Code for GPUs as nvcc puts it into a library, aligned to 8 bytes."""
+    """Return code for GPUs as nvcc embeds it in a library, aligned to 8 bytes."""
     made = b""
     for kind, capability in entries:
         code = CODE[kind, capability]
@@ -40,7 +39,7 @@ def group(*entries: tuple[int, int]) -> bytes:
 
 
 def library(path: Path, *groups: bytes) -> Path:
-    """A shared library with a function and a section of these groups."""
+    """Compile a shared library with a function and a section with these groups."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source, code = path.with_suffix(".c"), path.with_suffix(".bin")
     code.write_bytes(b"".join(groups))

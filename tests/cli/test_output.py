@@ -1,4 +1,4 @@
-"""What the commands print when all is well: help, the resolved configuration, the list of knobs."""
+"""Output of commands in normal use: help, the resolved configuration, the list of keys."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TestHelp:
 
 
 class TestCommandsOfOthers:
-    """A package beside megarl, with a function and several functions with a first word in common."""
+    """A package next to megarl, with a function and several functions that share their first word."""
 
     MODULE = '''
 from typing import Annotated
@@ -132,7 +132,7 @@ def lay(name: str = "it") -> int:
         assert re.search(r"\n  bake +Bake some cakes\.\n", text) and "\n  show " in text
         assert "bakery_of_a_test" not in sys.modules and "data-bake" not in printed(capsys, "--help")
         assert main(["data", "bake", "--cakes", "1"]) == 7
-        assert main(["hot-pot", "--cakes", "1"]) == 7  # there is no command `hot` to which it could belong
+        assert main(["hot-pot", "--cakes", "1"]) == 7  # no command `hot` exists, so this is one word
 
     def test_one_that_is_gone(self, bakery: None, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["stale"]) == 2

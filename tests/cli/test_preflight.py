@@ -1,5 +1,4 @@
-"""The check of a job's nodes: what is wrong is named with its node, within seconds, and a sound job
-passes."""
+"""The check of a job's nodes names each problem with its node within seconds; a sound job passes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def node(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off
 
 @pytest.fixture(scope="module")
 def job() -> Any:
-    """Two nodes: `job(needs of each, versions of each, clock of the second)` gives both findings."""
+    """Run two nodes: `job(needs of each, versions of each, clock of the second)` returns both findings."""
     pool = ProcessPoolExecutor(2, mp_context=FORK)
 
     def run(
@@ -62,7 +61,7 @@ def test_sound_nodes_pass_and_are_measured(job: Run, tmp_path: Path) -> None:
     findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2)
     assert findings[0].problems == [] and findings[0] == findings[1]
     assert findings[0].notes[0].startswith("2 nodes over gloo: all-reduce ")
-    assert list((tmp_path / "run").iterdir()) == []  # nothing stays behind
+    assert list((tmp_path / "run").iterdir()) == []  # no file is left
 
 
 @pytest.mark.parametrize(
@@ -98,8 +97,7 @@ def test_a_bad_node_is_named(
 def over_two_networks(
     place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float
 ) -> Findings:
-    """`node` as on GPUs, where NCCL is stood for by gloo: the second network is the one for control
-    messages."""
+    """Run `node` as on GPUs, with gloo in place of NCCL; the second network carries control messages."""
     original, node_checks.networks = (
         node_checks.networks,
         lambda needs: [("gloo", 2**22, 1e-3), ("gloo", node_checks.CONTROL, None)],
@@ -111,7 +109,7 @@ def over_two_networks(
 
 
 def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) -> None:
-    """D12: control messages go over gloo, of which the preflight knew nothing."""
+    """Control messages go over gloo, so the preflight must check it in addition to NCCL."""
     assert [(name, least) for name, _, least in networks(NodeNeeds(tmp_path, devices=8, bandwidth=5.0))] == [
         ("nccl", 5.0),
         ("gloo", None),
@@ -120,12 +118,12 @@ def test_jobs_on_gpus_are_measured_on_both_networks(job: Run, tmp_path: Path) ->
         ("gloo", 5.0)
     ]
     findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, work=over_two_networks)
-    # each rank took its own times
+    # each rank measured its own times
     assert findings[0].problems == [] and len(findings[0].notes) == 2 and findings[1].problems == []
 
 
 def loopback(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock_off: float) -> Findings:
-    """A node whose name leads to itself (/etc/hosts on Debian), and no interface named."""
+    """Check a node whose name resolves to loopback (/etc/hosts on Debian), with no interface configured."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     original = socket.getaddrinfo
     socket.getaddrinfo = lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
@@ -138,7 +136,7 @@ def loopback(place: NodePlace, needs: NodeNeeds, versions: dict[str, str], clock
 
 
 def test_names_that_lead_nowhere_and_what_was_found_before(job: Run, tmp_path: Path) -> None:
-    """D12: found in the run, when gloo's first message was awaited."""
+    """Without this check a run failed only at its first gloo message."""
     findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, work=loopback)
     name = socket.gethostname()
     found = [line.split(",")[0] for line in findings[1].problems]
@@ -159,12 +157,12 @@ def test_a_silent_node_is_named_within_the_limit(job: Run, tmp_path: Path) -> No
     started = time.monotonic()
     findings = job([NodeNeeds(tmp_path / "run")] * 2, [SAME] * 2, nodes=3, limit=6.0)
     assert findings[0].problems == ["node 2 of 3 has not reported within 6 s (those that have: node1, node2)"]
-    assert time.monotonic() - started < 100  # the limits, not a wait for ever
+    assert time.monotonic() - started < 100  # a limit ended it, not an endless wait
 
 
 def test_a_first_node_that_is_out_of_reach() -> None:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        probe.bind(("127.0.0.1", 0))  # the port is taken, but nothing listens
         found = check_nodes(
             NodePlace(1, 2, "127.0.0.1", probe.getsockname()[1], 0.5, name="node2"),
             NodeNeeds(Path("x")),
@@ -174,8 +172,7 @@ def test_a_first_node_that_is_out_of_reach() -> None:
 
 
 def test_what_a_large_run_needs_of_its_nodes() -> None:
-    """As the plan says: hundreds of GiB of memory, and room for the checkpoints that are kept and the one
-    that is being written."""
+    """The plan needs hundreds of GiB of memory, and disk for the kept checkpoints plus one in writing."""
     from megarl.config import load_config
 
     config = load_config(CONFIG)

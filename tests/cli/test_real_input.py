@@ -1,8 +1,8 @@
-"""The main job on real input: AIME 2024 in the DAPO project's own schema, and GSM8K, with a tiny random Qwen2
-model.
+"""The main job on real input: AIME 2024 in the DAPO project's schema, and GSM8K.
 
-Accuracy 0 is the honest result of such a model; what is tested is that every row is read, prompted,
-answered, verified and counted.
+The model is a tiny random Qwen2.
+
+Its accuracy is 0. The tests check that every row is read, prompted, answered, verified and counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def aime() -> dict[str, str]:
-    """Problem -> answer of the file's rows, read without megarl."""
+    """Return the answer of each problem in the file, read without megarl."""
     if not AIME.exists():
         pytest.skip(f"{AIME} is not on this machine")
     rows = pq.read_table(AIME).to_pylist()
@@ -62,7 +62,7 @@ def aime() -> dict[str, str]:
 
 
 def check_answers(answers: list[dict[str, Any]], problems: dict[str, str], k: int) -> None:
-    """Each problem was put into the chat template, answered k times, verified, and found wrong."""
+    """Check that each problem was put into the chat template, answered k times, verified and found wrong."""
     assert Counter(a["uid"] for a in answers) == dict.fromkeys({a["uid"] for a in answers}, k)
     asked = {a["prompt"]: a["answer"] for a in answers}
     assert asked == {
@@ -100,7 +100,7 @@ def test_evaluation_on_aime(folder: Path) -> None:
     assert scores["answers"].pop("without_answer") <= 60
     assert scores["answers"].pop("truncated") <= 60
     assert scores["answers"] == {"all": 60, "right": 0, "unverified": 0, "ungraded": 0}
-    # Wilson's interval of 0 of 30 with t = 2.045
+    # Wilson's interval for 0 of 30 with t = 2.045
     none = {
         "mean": 0.0,
         "low": 0.0,
@@ -134,8 +134,8 @@ def test_training_on_aime(folder: Path) -> None:
         if record["stage"] == "eval":
             assert (record["eval/avg"], record["eval/problems"], record["eval/k"]) == (0, 30, 2)
         else:
-            # Two generation batches of 8 prompts, none of them mixed: the limit, and the step goes on with
-            # what it has.
+            # Two generation batches of 8 prompts without a mixed group: the limit is reached, and the step
+            # continues with these.
             assert (
                 record["rollout/batches"],
                 record["rollout/prompts"],

@@ -1,4 +1,4 @@
-"""`megarl weights plan` as a user calls it, and the page that shows what it prints."""
+"""`megarl weights plan` as a user calls it, and the page that shows its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = "configs/vapo_32b.yaml"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without models, so that the known sizes are taken."""
+    """Use a folder without models, so that the known sizes are used."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
 

@@ -1,4 +1,4 @@
-"""megarl from a wheel, in a folder without a checkout: its configurations are installed with it."""
+"""megarl from a wheel, in a folder without a checkout: its configurations are part of the wheel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = (
 def test_a_file_that_is_here_comes_before_megarls_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the command line as seen from the current folder, in `base:` as seen from the file."""
+    """Paths are relative to the current folder on the command line, and to the file in `base:`."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: configs/demos/dapo.yaml\nsteps: 7\n")
@@ -92,7 +92,7 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
         "config", "check", "configs/vapo_32b.yaml"
     )
     assert "no such file" in megarl("config", "check", "configs/demos/vap.yaml", code=2)
-    # A warm start that is shorter than megarl's own, in a file of the user's that is put over it.
+    # A user's file that extends megarl's warm start and makes it shorter.
     (empty / "configs/demos").mkdir(parents=True)
     (empty / "configs/demos/sft.yaml").write_text("base: configs/demos/sft.yaml\nsteps: 8\n")
     said = megarl("demo", "--recipe", "dapo", *SHORT)
@@ -109,7 +109,7 @@ def test_demo_and_configurations_of_a_wheel(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *command: str, code: int = 0, **environment: str) -> str:
-    """A command in a folder; what it printed."""
+    """Run a command in a folder and return its output."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
         command, cwd=folder, env=settings, capture_output=True, text=True, timeout=500, check=False

@@ -1,4 +1,4 @@
-"""Verifiers of the tests that want both right and wrong answers of a random model."""
+"""Verifiers for tests that need correct and wrong responses of a random model."""
 
 import time
 
@@ -6,13 +6,13 @@ from megarl.rewards.verdict import GradedResponse, Verdict
 
 
 def even_length(response: str, answer: str) -> Verdict:
-    """Right where the response has an even number of bytes; that number is what is voted on."""
+    """Accept responses with an even number of bytes; the majority vote is over that number."""
     length = len(response.encode())
     return Verdict(length % 2 == 0, str(length))
 
 
 def only_labelled(response: str, answer: str) -> bool:
-    """Fails on whatever a random model says."""
+    """Fail on every response of a random model."""
     if "Answer:" not in response:
         raise LookupError("no label")
     return True

@@ -1,5 +1,4 @@
-"""Layers of a configuration: preset, bases, file, overrides; what each layer may say, and what is said about
-what it may not."""
+"""Layers of a configuration: preset, bases, file, overrides; allowed values and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def minimum(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The message with which a configuration is refused."""
+    """Return the message with which a configuration is refused."""
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(path, overrides), str(path))
     message = str(caught.value)
@@ -50,7 +49,7 @@ class TestLayers:
         child.write_text("base: [parent.yaml, other.yaml]\nrun_dir: runs/x\nactor:\n  eps: 1.0e-5\n")
         config = load_config(child, ["steps=7", "model.path=b", "model.path=c"])
         assert (config.steps, config.seed, config.model.path, config.model.dtype) == (7, 3, Path("c"), "fp32")
-        # Sections are merged key by key: preset (warm-up), grandparent, parent, file; the rest are defaults.
+        # Sections are merged key by key: preset (warm-up), grandparent, parent, file; then defaults.
         actor = config.actor
         assert (actor.warmup_steps, actor.lr, actor.weight_decay, actor.eps, actor.clip_grad) == (
             20,
@@ -108,8 +107,7 @@ class TestLayers:
 
 
 class TestPresets:
-    # The switches as the papers have them, written down here a second time: DAPO section 2 and 4.1, VAPO
-    # section 4 and 5.1.
+    # The papers' switches, copied independently: DAPO section 2 and 4.1, VAPO section 4 and 5.1.
     EXPECTED = {
         "grpo": {
             "advantage": "group",
@@ -142,7 +140,7 @@ class TestPresets:
             "alpha": 0.05,
             "nll_weight": 0.1,
         },
-        # Other methods, from their own papers (docs/algorithms.md).
+        # Other methods, from their papers (docs/algorithms.md).
         "tppo": {
             "advantage": "gae",
             "aggregation": "token",
@@ -207,7 +205,7 @@ class TestPresets:
         },
     }
     PRETRAINED = {"vapo": 50, "vc_ppo": 50, "tppo": 10, "sao": 10}
-    UPDATES = {"gspo": 4, "spo": 8, "sao": 1}  # of the policy in a step; of the others 16, DAPO's
+    UPDATES = {"gspo": 4, "spo": 8, "sao": 1}  # policy updates in a step; all others have 16, as DAPO
     DECAYS = {"tppo": (0.1, 0.1), "sppo": (0.1, 0.01)}  # of actor and critic
 
     def test_all_are_here(self) -> None:
@@ -261,7 +259,7 @@ class TestFilesOfTheProject:
 
     @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
     def test_parses_and_holds(self, file: Path) -> None:
-        # A base need not be complete; what it says must hold in a run nevertheless.
+        # A base may be incomplete; its values must be valid in a complete run.
         rest = (
             []
             if "recipe:" in file.read_text()
@@ -271,7 +269,7 @@ class TestFilesOfTheProject:
         check_config(load_config(file, rest), str(file))
 
     def test_reinforce_pp_with_a_baseline(self) -> None:
-        """The overrides that its file names hold together, and are OpenRLHF's (reinforce_baseline)."""
+        """The overrides named in its file are consistent, and equal OpenRLHF's (reinforce_baseline)."""
         file = CONFIGS / "methods" / "reinforce_pp.yaml"
         (line,) = (line for line in file.read_text().splitlines() if line.startswith("# algorithm."))
         config = load_config(file, line.removeprefix("# ").split())
@@ -336,7 +334,7 @@ class TestKnobs:
 
 
 class TestRefusals:
-    """Each message is what a stranger reads: where the value was set, which key, what is wrong."""
+    """Each message states where the value was set, which key it is, and what is wrong."""
 
     CASES = {
         "rollout.groupsize=3": (
@@ -693,7 +691,7 @@ class TestContradictions:
         "recipe=sft algorithm.mismatch.weight=token": (
             "algorithm.mismatch.weight: recipe sft learns from given responses"
         ),
-        # What the preset of schedule.ahead would set is not held against it.
+        # Values that the preset of schedule.ahead would set are not reported.
         "recipe=sft parallel.rollout_ranks=1 schedule.ahead=1": "parallel.rollout_ranks: recipe sft",
         "checkpoint.time_limit=60": "checkpoint.time_limit: has no effect while checkpoint.every is 0",
         "checkpoint.keep_every=5": "checkpoint.keep_every: has no effect while checkpoint.every is 0",
@@ -758,7 +756,7 @@ class TestContradictions:
         check_config(load_config(tmp_path / "resolved.yaml"), "resolved.yaml")
 
     def test_entries_of_data_eval(self, minimum: Path) -> None:
-        """Plain paths stay paths in what is written, and everything is read back."""
+        """Plain paths stay paths in the dump, and every entry can be loaded again."""
         given = "data.eval=[a.jsonl, {path: ~/b.jsonl, name: b, every: 2}, {path: c.jsonl, samples: 3}]"
         config = load_config(minimum, ["data.train=[x.jsonl]", given])
         check_config(config, str(minimum))
@@ -791,8 +789,7 @@ class TestContradictions:
 
 
 class TestNumbersAndTexts:
-    """YAML 1.1 reads 1e-6 as a text, `no` as false, 010 as 8 and 2024-01-01 as a date; here they are what
-    they look like."""
+    """YAML 1.1 reads 1e-6 as text, `no` as false, 010 as 8 and 2024-01-01 as a date; megarl does not."""
 
     @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "1E-6", "+1e-06", ".000001"])
     def test_small_numbers(self, minimum: Path, text: str) -> None:
@@ -835,7 +832,7 @@ def test_every_engine_has_a_row() -> None:
 
 
 def test_an_evaluation_may_be_greedy(minimum: Path) -> None:
-    """Training samples: log-probabilities at temperature 0 mean nothing."""
+    """Training must sample: log-probs at temperature 0 are meaningless."""
     assert load_config(minimum, ["evaluation.temperature=0"]).evaluation.temperature == 0
     assert "evaluation.temperature: must be" in refusal(minimum, "evaluation.temperature=-1")
     assert "rollout.temperature: must be" in refusal(minimum, "rollout.temperature=0")

@@ -1,4 +1,4 @@
-"""`megarl config phases`: the order that the shipped configurations run, and what is on the GPU."""
+"""`megarl config phases`: the phase order of the shipped configurations, and the groups on the GPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_order(arguments: list[str], stages: list[str], capsys: pytest.CaptureFi
 
 
 def test_where_tensors_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference model of adapters is the actor; an engine on other ranks takes nothing of this GPU."""
+    """The reference of a LoRA run is the actor; an engine on other ranks uses no memory of this GPU."""
     file = find_config("dapo_32b.yaml")
     adapters = print_phases(capsys, file, "algorithm.kl_weight=0.01", "actor.lora.rank=8")
     assert "  reference_logprobs  actor.weights\n" in adapters

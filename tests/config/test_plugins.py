@@ -1,4 +1,4 @@
-"""What packages beside megarl bring: found by entry points, one line where the installation lacks them."""
+"""Plugins of packages next to megarl: found by entry points, one line if the installation lacks them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_verifiers_name_is_its_path() -> None:
     ],
 )
 def test_an_installation_from_before(tmp_path: Path, program: str, said: str) -> None:
-    """A checkout that was installed when there was nothing beside megarl: what is to be done, in one line."""
+    """A checkout installed before plugins existed: one line explains how to update it."""
     (tmp_path / "megarl-0.0.1.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: megarl\nVersion: 0.0.1\n"
     (tmp_path / "megarl-0.0.1.dist-info" / "METADATA").write_text(metadata)

@@ -1,5 +1,4 @@
-"""Properties of loading: what is dumped is read back, and whatever a file or an override holds, nothing but
-ConfigError is raised."""
+"""Properties of loading: a dump can be loaded, and any file or override raises only ConfigError."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def folder() -> Iterator[Path]:
 
 
 def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values of one type of the schema within its bounds."""
+    """Return values of one type of the schema within its bounds."""
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     if kind is Any:
         return st.recursive(st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
@@ -54,7 +53,7 @@ def one(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.floats(low, high, **options)
     if kind is Path:
         return TEXTS.filter(bool).map(lambda text: str(Path(text)))
-    if issubclass(kind, Section):  # of the user's own keys
+    if issubclass(kind, Section):  # under keys that the user names
         drawn = st.fixed_dictionaries({name: values(field) for name, field in kind.model_fields.items()})
         if {"path", "gym"} <= set(kind.model_fields):  # one of the two
             drawn = st.builds(
@@ -74,7 +73,7 @@ def accepts(kind: type[Section], given: dict[str, Any]) -> bool:
 
 
 def limits(field: FieldInfo) -> dict[str, Any]:
-    """ge, gt, le, lt of a field."""
+    """Return ge, gt, le and lt of a field."""
     return {
         type(limit).__name__.lower(): next(iter(vars(limit).values()))
         if hasattr(limit, "__dict__")
@@ -87,7 +86,7 @@ def limits(field: FieldInfo) -> dict[str, Any]:
 
 
 def values(field: FieldInfo) -> st.SearchStrategy[Any]:
-    """Values of a knob, from its annotation and bounds alone."""
+    """Return values of a key, from its annotation and bounds alone."""
 
     def of(annotation: Any) -> st.SearchStrategy[Any]:
         if annotation is type(None):
@@ -149,12 +148,12 @@ def test_what_is_dumped_is_read_back(folder: Path, chosen: dict[str, Any]) -> No
     text = dump_config(config)
     (folder / "dumped.yaml").write_text(text, encoding="utf-8")
     assert load_config(folder / "dumped.yaml") == config
-    # Other programs read the run's config.yaml with PyYAML's own ideas of what a text is.
+    # Other programs read the run's config.yaml with PyYAML, which has different rules for text.
     assert yaml.safe_load(text) == parse_yaml(text, "") == config.model_dump(mode="json")
 
 
 def plain(value: Any) -> Any:
-    """As YAML has it."""
+    """Convert a value to plain YAML types."""
     if isinstance(value, Section):
         value = dict(value)
     if isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""Micro-batch and rank plans: complete, within their budget, independent of order, and as tight as the issue
-asks."""
+"""Plans of micro-batches and ranks: complete, within the budget, independent of order, and tight."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from megarl.data.packing import balance, balance_groups, cost, cut, even_length,
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:
-    """Log-normal with a median of 5,000 tokens, cut at DAPO's 20,480."""
+    """Return log-normal lengths with a median of 5,000 tokens, truncated at DAPO's 20,480."""
     rng = random.Random(seed)
     return [min(20_480, max(16, int(rng.lognormvariate(math.log(5000), 0.8)))) for _ in range(n)]
 
@@ -36,7 +35,7 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     assert [lengths[batch[0]] for batch in batches] == sorted(
         (lengths[batch[0]] for batch in batches), reverse=True
     )
-    # No two batches could have been one.
+    # No two batches could be merged.
     sums = sorted(sum(lengths[i] for i in batch) for batch in batches)
     assert len(sums) < 2 or sums[0] + sums[1] > budget
     order = list(range(len(lengths)))
@@ -48,14 +47,14 @@ def test_pack(lengths: list[int], budget: int, rng: random.Random) -> None:
     ]
 
 
-# (prompt, responses) of each group.
+# (prompt, responses) of each group, in tokens.
 FAMILIES = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6)), max_size=8
 )
 
 
 def flat(families: list[tuple[int, list[int]]], rng: random.Random) -> list[tuple[int, int, int]]:
-    """(prompt, response, group) of each sequence, in any order."""
+    """Return (prompt, response, group) of each sequence, in random order."""
     rows = [(prompt, response, g) for g, (prompt, own) in enumerate(families) for response in own]
     rng.shuffle(rows)
     return rows
@@ -74,7 +73,7 @@ def test_pack_groups(families: list[tuple[int, list[int]]], budget: int, rng: ra
     for (
         prompt,
         own,
-    ) in families:  # a prompt stands as often as its responses need, by first fit from the longest
+    ) in families:  # a prompt is repeated only as often as first fit from the longest response needs
         copies = sum(prompts[family[0]] == prompt for batch in batches for family in batch)
         if budget >= prompt + sum(own) and len({p for p, _ in families}) == len(families):
             assert copies == 1
@@ -85,7 +84,7 @@ def test_pack_groups(families: list[tuple[int, list[int]]], budget: int, rng: ra
 
 @given(FAMILIES, st.integers(1, 5), st.randoms())
 def test_balance_groups(families: list[tuple[int, list[int]]], ranks: int, rng: random.Random) -> None:
-    """No rank takes longer than the slowest would with whole groups, nor than without sharing."""
+    """The slowest rank takes no longer than with whole groups or without shared prompts."""
     rows = flat(families, rng)
     prompts, responses, groups = ([row[i] for row in rows] for i in range(3))
 
@@ -107,7 +106,7 @@ def test_balance_groups(families: list[tuple[int, list[int]]], ranks: int, rng: 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(2, 5))
 def test_cut_gives_each_rank_two_chunks_of_every_sequence(chunks: list[int], cp: int) -> None:
-    """In Megatron's order (get_batch_on_this_cp_rank), so that each rank has as many causal pairs."""
+    """Chunks are Megatron's (get_batch_on_this_cp_rank): each rank has equally many causal pairs."""
     cu_seqlens = torch.tensor([0, *(2 * cp * size for size in chunks)]).cumsum(0)
     rank, place = cut(cu_seqlens, cp)
     pairs = []
@@ -127,8 +126,10 @@ def test_cut_gives_each_rank_two_chunks_of_every_sequence(chunks: list[int], cp:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=6))
 def test_pack_is_within_the_known_bound_of_the_best_packing(lengths: list[int]) -> None:
-    """Best fit decreasing uses at most 11/9 of the optimum + 6/9 (Dosa 2007 for FFD, Johnson 1973 for BFD);
-    found by trying all."""
+    """Best fit decreasing uses at most 11/9 of the optimum + 6/9, checked against exhaustive search.
+
+    Dosa 2007 proves it for FFD, Johnson 1973 for BFD.
+    """
     n = len(lengths)
 
     def fits(bins: int) -> bool:
@@ -154,7 +155,7 @@ def test_balance(costs: list[float], ranks: int, rng: random.Random) -> None:
     assert all(part == sorted(part) for part in parts)
     assert sum(not part for part in parts) == max(0, ranks - len(costs))
     loads = [sum(costs[i] for i in part) for part in parts]
-    # Graham 1969: list scheduling of the longest first.
+    # Graham 1969: longest-first list scheduling.
     assert max(loads) <= sum(costs) / ranks + max(costs, default=0.0) * (1 - 1 / ranks) + 1e-6
     order = list(range(len(costs)))
     rng.shuffle(order)
@@ -176,8 +177,10 @@ def test_even_length_of_32b_is_its_published_shape() -> None:
 
 
 def test_cost_is_the_count_of_matrix_operations() -> None:
-    """Against FLOPs counted position by position: two layers whose heads are wider than the hidden size, and
-    a model beside them."""
+    """FLOPs are counted position by position, for two layers with heads wider than the hidden size.
+
+    A second model is added to the cost.
+    """
     hidden, query, layers = 96, 128, 2
     parameters = layers * 1000 * hidden
     even = even_length((parameters, layers * query))
@@ -195,8 +198,10 @@ def test_cost_is_the_count_of_matrix_operations() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_plan_of_a_full_step(seed: int) -> None:
-    """8,192 responses on 16 ranks: the slowest rank within 3 % of the mean, 2 % of the packed tokens unused,
-    planned in a second."""
+    """8,192 responses on 16 ranks, planned in one second.
+
+    The slowest rank is within 3 % of the mean, and at most 2 % of the packed tokens are unused.
+    """
     lengths = lengths_of_responses(8192, seed)
     start = time.process_time()
     costs = cost(lengths, EVEN_32B)
@@ -210,7 +215,7 @@ def test_plan_of_a_full_step(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_plan_of_a_mini_batch(seed: int) -> None:
-    """The 512 responses of one optimizer step."""
+    """The 512 responses of one optimizer step: the slowest rank is within 3 % of the mean."""
     costs = cost(lengths_of_responses(512, seed), EVEN_32B)
     loads = [sum(costs[i] for i in part) for part in balance(costs, 16)]
     assert max(loads) <= 1.03 * sum(loads) / 16

@@ -1,4 +1,4 @@
-"""Data files as they come, good and bad: every row is a prompt, a duplicate, or listed with its reason."""
+"""Good and bad data files: every row is a prompt, a duplicate, or listed with its reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GOLDEN_UID = 4981130434963473459
 
 
 def byte_tokenizer(chat: str | None = None, bos: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte, with `<eos>`, and with `<bos>` before raw texts as Llama has it."""
+    """Return a tokenizer with one token per byte, `<eos>`, and Llama's `<bos>` before raw texts."""
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -143,8 +143,10 @@ def said(role: str, content: str) -> dict[str, str]:
 
 
 def verl_gsm8k(*before: dict[str, str], **more: Any) -> dict[str, Any]:
-    """A row as verl's examples/data_preprocess/gsm8k.py writes it, and gsm8k_multiturn_w_tool.py with a
-    system message and tools."""
+    """Return a row as written by verl's examples/data_preprocess/gsm8k.py.
+
+    With a system message and tools it is that of gsm8k_multiturn_w_tool.py.
+    """
     extra = {"split": "train", "index": 0, "answer": CLIPS_SOLVED, "question": CLIPS, **more}
     return {
         "data_source": "openai/gsm8k",
@@ -231,11 +233,11 @@ def test_rows_of_other_trainers(
 
 
 def test_conversations(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The reply is never in the prompt, and a pair's response; other columns come before it."""
+    """The reply is never part of the prompt, but is a pair's response; other columns take precedence."""
     asked = [said("system", "S"), said("user", "1+1?"), said("assistant", "2"), said("user", "And 2+2?")]
     rows = [
         {"messages": [*asked, said("assistant", "So it is\n\\boxed{4}.")]},
-        {"messages": [*asked[3:], said("assistant", "five, I think")]},  # says no answer
+        {"messages": [*asked[3:], said("assistant", "five, I think")]},  # contains no answer
         {"messages": [*asked[3:], said("assistant", "five, I think")], "answer": 4},
         {"messages": [said("user", "no reply")], "answer": 4},
         {"messages": [said("assistant", "4")], "answer": 4},
@@ -267,7 +269,7 @@ def test_conversations(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_sets_of_problems(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Entries without a name are read as one, each name by itself."""
+    """Entries without a name form one set, and each name forms another."""
 
     def file(name: str, first: int, source: str) -> Path:
         rows = [dapo_row(f"{n}?", n, data_source=source) for n in range(first, first + 3)]
@@ -334,7 +336,7 @@ def test_every_kind_of_unusable_row_is_listed(tmp_path: Path, tokenizer: PreTrai
     assert [prompt.answer for prompt in prompts] == ["1", "7", "7", "1234", "2"]
     expected = [(str(file), number, reason) for number, (_, reason) in enumerate(rows, 1) if reason]
     assert [(row.file, row.row, row.reason) for row in report.rejected] == expected
-    assert report.rows == {str(file): len(rows) - 1} and report.duplicates == 1  # an empty line is no row
+    assert report.rows == {str(file): len(rows) - 1} and report.duplicates == 1  # an empty line is not a row
     assert report.kept + report.duplicates + len(report.rejected) == sum(report.rows.values())
     lines = report.lines(shown=1)
     assert lines[0] == "data: 5 of 27 rows used, 1 duplicates, 21 unusable"
@@ -449,7 +451,7 @@ def test_keys(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_columns_of_public_sets(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
-    """GSM8K, MATH, MATH-500 and three sets of AIME, as the Hub has them."""
+    """GSM8K, MATH, MATH-500 and three sets of AIME, in the formats of the Hub."""
     worked = r"We have $\boxed{1}$ case, so the answer is $\boxed{\frac{1}{2}}$."
     sets = {
         "gsm8k": ({"question": "q", "answer": "2 * 3 = <<2*3=6>>6\n#### 1,006"}, "1006"),
@@ -465,7 +467,7 @@ def test_columns_of_public_sets(tmp_path: Path, tokenizer: PreTrainedTokenizerFa
         jsonl(file, row) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist([row]), file)
         [prompt], _ = read_prompts([file], raw(), tokenizer)
         assert (prompt.text, prompt.answer) == ("q", answer), name
-    both = jsonl(tmp_path / "both.jsonl", sets["math500"][0])  # whose key names the solution
+    both = jsonl(tmp_path / "both.jsonl", sets["math500"][0])  # the key selects the solution
     [prompt], _ = read_prompts([both], raw(answer_key="solution"), tokenizer)
     assert prompt.answer == r"\frac{1}{2}"
     none = [{"problem": "q", "solution": "no box"}, {"problem": "q", "solution": None}]
@@ -488,7 +490,7 @@ def test_ambiguous_columns_are_refused(tmp_path: Path, tokenizer: PreTrainedToke
             validate_files(raw(train=(two,), **settings_))
     [prompt], _ = read_prompts([two], raw(prompt_key="Problem", answer_key="Answer"), tokenizer)
     assert (prompt.text, prompt.answer) == ("p", "2")
-    # The configured column goes first, and columns that say the same are not ambiguous.
+    # The configured column takes precedence, and columns with equal content are not ambiguous.
     same = {"prompt": "p", "question": "q", "problem": "r", "answer": "1", "Answer": "1"}
     [prompt], _ = read_prompts([jsonl(tmp_path / "same.jsonl", same)], raw(), tokenizer)
     assert (prompt.text, prompt.answer) == ("p", "1")
@@ -506,7 +508,7 @@ def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) ->
     )
     report = ReadReport()
     pairs = read_pairs([file], raw(max_prompt_tokens=64), "response", tokenizer, report)
-    assert len(pairs) == 2 and pairs[0] == pairs[1]  # the frequency of a text is part of what is learnt
+    assert len(pairs) == 2 and pairs[0] == pairs[1]  # the frequency of a text is part of the training data
     assert tokenizer.decode(pairs[0][0]) == "5+2=?\n"
     assert tokenizer.decode(pairs[0][1][:-1]) == "Answer: 7" and pairs[0][1][-1] == tokenizer.eos_token_id
     none = "no response in response or completion or messages"
@@ -597,7 +599,7 @@ def test_the_check_before_ranks_needs_neither_torch_nor_transformers(tmp_path: P
 
 
 def answers(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any]) -> list[str]:
-    """The references of rows that are all used."""
+    """Return the reference answers of rows that are all used."""
     file = jsonl(tmp_path / "answers.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
     found, report = read_prompts([file], raw(), tokenizer)
     assert not report.rejected
@@ -634,7 +636,7 @@ def test_only_commas_between_groups_of_digits_go(
 
 
 def test_numbers_of_every_kind_are_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A decimal keeps its digits; what is not finite is no answer."""
+    """A decimal keeps its digits; a non-finite number is not an answer."""
     file = tmp_path / "a.parquet"
     decimals = pa.array(
         [Decimal("2.50"), Decimal("-0.05"), Decimal("1000000.00"), None], pa.decimal128(12, 2)
@@ -755,7 +757,7 @@ def test_a_prompt_that_was_rendered_already(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_chat_template(tmp_path: Path) -> None:
-    """Qwen3's enable_thinking, for training, evaluation and pairs."""
+    """Qwen3's enable_thinking applies to training, evaluation and pairs."""
     tokenizer = byte_tokenizer(CHAT + "{% if enable_thinking is false %}<think></think>{% endif %}")
     file = jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "7"})
     data = DataConfig(eval=(file,), chat_template_kwargs={"enable_thinking": False})

@@ -1,5 +1,4 @@
-"""What README and docs say can be followed: links lead somewhere, names exist, documented commands and
-examples run."""
+"""README and docs can be followed: links and names exist, documented commands and examples run."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ from tests.commands import run_command
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
-EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))  # records, whose commands are of their day
+EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))  # records; their commands may be outdated
 KNOBS = dict(fields(Config))
 OWN_TASK = ROOT / "docs" / "your_own_task.md"
-OURS = ("sums.yaml", "configs/x.yaml")  # files that a reader makes
+OURS = ("sums.yaml", "configs/x.yaml")  # files that the reader creates
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a page that are marked with `language`."""
+    """Return the fenced blocks of a page that are marked with `language`."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
 
 
 def commands(page: Path, program: str) -> Iterator[list[str]]:
-    """Arguments of each documented command of `program`, comments left out."""
+    """Yield the arguments of each documented command of `program`, without comments."""
     for block in blocks(page, "bash"):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
@@ -49,7 +48,7 @@ def commands(page: Path, program: str) -> Iterator[list[str]]:
 
 
 def written(page: str) -> dict[str, str]:
-    """The files that a page shows: blocks whose first line is a comment with a file's name."""
+    """Return the files that a page shows: blocks whose first line is a comment with a file name."""
     text = (ROOT / "docs" / page).read_text()
     return dict(re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```$", text, flags=re.M | re.S))
 
@@ -82,13 +81,13 @@ def test_named_functions_and_tests_exist(page: Path) -> None:
         ), f"{file}::{name}"
 
 
-WRITTEN = [page for page in PAGES if page.name != "keys.md"]  # that page is printed from the schema
+WRITTEN = [page for page in PAGES if page.name != "keys.md"]  # keys.md is generated from the schema
 
 
 @pytest.mark.parametrize("page", WRITTEN + EVIDENCE, ids=lambda page: page.name)
 def test_named_keys_exist(page: Path) -> None:
     sections = {key.split(".")[0] for key in KNOBS if "." in key}
-    text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # what programs print
+    text = re.sub(r"^```text\n.*?^```$", "", page.read_text(), flags=re.M | re.S)  # output of programs
     for key in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(-])", text):
         if key.split(".")[0] in sections and key.rsplit(".", 1)[1] not in (
             "py",
@@ -103,8 +102,10 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_every_equation_has_a_function_and_a_test() -> None:
-    """algorithms.md is a map of DAPO's equations 1 to 13 and VAPO's 1 to 10; that what it names exists is
-    tested above."""
+    """algorithms.md covers DAPO's equations 1 to 13 and VAPO's 1 to 10.
+
+    Tests above check that the names in it exist.
+    """
     rows = re.findall(
         r"^\| (DAPO|VAPO) eq\. (\d+) \|[^|]*\|([^|]*)\|([^|]*)\|$",
         (ROOT / "docs" / "algorithms.md").read_text(),
@@ -139,7 +140,7 @@ def test_the_table_of_recipes_is_that_of_the_presets() -> None:
 
 
 def preset(recipe: str, key: str) -> str:
-    """The value that a recipe alone gives to a key, as the table writes it."""
+    """Return a key's value under a recipe alone, as the table writes it."""
     found: object = PRESETS[recipe]
     for part in key.split("."):
         found = found.get(part) if isinstance(found, dict) else None
@@ -180,7 +181,7 @@ def test_config_commands(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)  # whatever this checkout's runs/ holds
+    monkeypatch.chdir(tmp_path)  # independent of this checkout's runs/
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     expected = {
@@ -196,8 +197,7 @@ def test_config_commands(
     "arguments", [c for page in PAGES for c in commands(page, "megarl") if c[0] != "config"], ids=" ".join
 )
 def test_other_commands_are_understood(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments of documented commands that take too long for this test: they are read, and their
-    configuration has no contradictions."""
+    """Documented commands too slow to run here are parsed, and their configuration is consistent."""
     taken: list[dict[str, Any]] = []
     monkeypatch.setattr(Command, "invoke", lambda self, context: taken.append(context.params))
     assert main(arguments) == 0
@@ -222,7 +222,7 @@ def test_messages_are_those_that_are_printed(
 
 
 def test_jobs_are_there_and_take_their_overrides() -> None:
-    """`sbatch FILE key=value`; that such jobs run is tested in tests/slurm."""
+    """`sbatch FILE key=value`; tests/slurm tests that such jobs run."""
     found = [words for page in PAGES for words in commands(page, "sbatch")]
     assert len(found) >= 3
     for words in found:
@@ -233,7 +233,7 @@ def test_jobs_are_there_and_take_their_overrides() -> None:
 
 
 def test_sweeps_resolve() -> None:
-    """`python tools/launch.py`; that NeMo-Run runs them is tested in tests/launch."""
+    """`python tools/launch.py`; tests/launch tests that NeMo-Run runs the sweeps."""
     spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
@@ -256,8 +256,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_one_answer_to_which_python() -> None:
-    """pyproject.toml decides, in the form `>=3.11` or `>=3.11,<3.14`; what a newcomer reads and what `make`
-    accepts follow it."""
+    """README, guides and `make` follow pyproject.toml's `>=3.11` or `>=3.11,<3.14`."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     bounds = re.fullmatch(r">=3\.(\d+)(?:,<3\.(\d+))?", settings["project"]["requires-python"])
     assert bounds is not None
@@ -283,7 +282,7 @@ def test_one_answer_to_which_python() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    # test_extending.py, test_episodes.py
+    # Blocks of the excluded pages run in test_extending.py, test_episodes.py and below.
     [page for page in PAGES if page.name not in ("your_own_task.md", "extending.md", "episodes.md")],
     ids=lambda page: page.name,
 )
@@ -295,7 +294,7 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.fixture
 def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what your_own_task.md has its reader write."""
+    """Return a folder with the files that the reader of your_own_task.md writes."""
     files = written(OWN_TASK.name)
     assert set(files) == {"make_sums.py", "tolerance.py", "brevity.py", "sums.yaml"}
     for name, body in files.items():
@@ -308,7 +307,7 @@ def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_generated_problems_on_the_page(tmp_path: Path) -> None:
-    """The entries of the page hold; tasks and parameters are checked where reasoning-gym is installed."""
+    """The page's entries are valid; tasks and parameters are checked if reasoning-gym is installed."""
     from megarl.data.generated import check_tasks, gym_entries
 
     (block,) = (block for block in blocks(OWN_TASK, "yaml") if "- gym:" in block)
@@ -354,8 +353,7 @@ def test_own_task(own_task: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_own_task_trains(own_task: Path) -> None:
-    """The page's commands, from a model with random weights and for one step, on the layout that the page's
-    base has."""
+    """The page's commands for one step, with random weights, on the layout of the page's base."""
     from megarl_tasks.arithmetic import write_demo
 
     write_demo(own_task / "made", 0)

@@ -30,7 +30,7 @@ from tests.docs.test_docs import ROOT, blocks, written
 FILES = written("episodes.md")
 SHOP_SERVER = "mcp:python shop_server.py"
 USER = {"role": "user", "content": "1 + 2?"}
-# Speaks the protocol with nothing but the standard library, in the place of an environment of verifiers.
+# Speaks the protocol with the standard library only, in place of an environment of verifiers.
 OUTSIDE = """
 import json, sys, urllib.request
 given = json.load(sys.stdin)
@@ -105,7 +105,7 @@ def test_shop() -> None:
 
 @pytest.mark.slow
 def test_shop_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a function, in real processes."""
+    """Together with a function, in real processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     tools = schemas(["shop:price", SHOP_SERVER])
@@ -149,7 +149,7 @@ def test_guess() -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_guess_is_played(chat: bool) -> None:
-    """By the template what the environment says is a user's turn; without one it is text."""
+    """With a chat template the environment's output is a user turn; without one it is plain text."""
     policy = policy_of(["1", "100", "nothing"])
     policy.tools.environment = example("guess:Guess")  # type: ignore[union-attr]
     episode = play(ChatTurns(policy.tokenizer) if chat else None)

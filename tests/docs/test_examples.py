@@ -83,7 +83,7 @@ def test_episode(script: list[str], score: float) -> None:
 
 
 def test_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table that it prints; and beyond the interval its gradient pulls the ratio back."""
+    """The printed table is correct, and beyond the interval the gradient pulls the ratio back."""
     own = runpy.run_path(str(EXAMPLES / "own_loss.py"), run_name="__main__")
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
     assert [float(ratio) for ratio, _, _ in rows] == [0.6, 0.8, 1.0, 1.2, 1.4]
@@ -92,9 +92,9 @@ def test_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_loss_and_engine_are_those_of_the_page() -> None:
-    """The test of docs/extending.md puts both into megarl and trains with them."""
+    """The test of docs/extending.md builds both into megarl and trains with them."""
     _, _, engine = (EXAMPLES / "own_engine.py").read_text().partition("\n")
-    # The page's engine has a new weight backend, the example's the usual one.
+    # The page's engine has a new weight backend, the example's engine the usual one.
     page = re.sub(r"from safetensors\.torch import \w+\n", "", PAGE)
     page = re.sub(
         r"    def load_file\(self, path: Path\) -> None:\n        own = .*?\n\n", "", page, flags=re.S
@@ -105,7 +105,7 @@ def test_loss_and_engine_are_those_of_the_page() -> None:
 
 
 def test_engine(tmp_path: Path) -> None:
-    """It samples the tokens that the transformers engine samples, after a prefix too."""
+    """It samples the same tokens as the transformers engine, also after a prefix."""
     folder = make_tiny_model(tmp_path / "model", "qwen3")
     requests = [GenerationRequest((5, 6, 7), seed) for seed in range(3)] + [GenerationRequest((9,), 4)]
     requests.append(GenerationRequest((5, 6), 7, TokenData([2, 3], [-1.0, -2.0])))
@@ -124,7 +124,7 @@ def test_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name: str, tmp_path: Path) -> None:
-    """The commands of the README for one step, from a model with random weights."""
+    """The README's commands run for one step, from random weights."""
     from megarl_tasks.arithmetic import write_demo
 
     demo = tmp_path / "runs" / "demo"

@@ -1,5 +1,7 @@
-"""docs/extending.md: its edits are made in a copy of the tree, its files written, and all of it is used: as
-far as a process can here, and together in runs of `megarl train` on tiny models."""
+"""docs/extending.md: its edits and files are applied to a copy of the tree and used.
+
+Each extension is tested alone as far as one process can, and all together in `megarl train` on tiny models.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 OF_MEGARL = ("megarl", "megarl_experiments", "megarl_report", "megarl_tasks", "megarl_verifier")
 FILES: dict[str, str] = dict(re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```$", PAGE, flags=re.M | re.S))
-MOST = 3  # files of megarl that one extension touches
+MOST = 3  # files of megarl that one extension may touch
 
 
 def edits() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
-    """The section, file and (old, new) texts of each edit on the page."""
+    """Yield the section, file and (old, new) texts of each edit on the page."""
     for section in PAGE.split("\n## ")[1:]:
         for block in re.findall(r"^```diff\n(.*?)^```$", section, flags=re.M | re.S):
             for part in re.split(r"^--- ", block, flags=re.M)[1:]:
@@ -69,7 +71,7 @@ def edits() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
 
 
 def added(file: str) -> str:
-    """What the page adds to a file."""
+    """Return the lines that the page adds to a file."""
     [block] = [
         text
         for text in re.findall(r"^--- (.*?)(?=^--- |^```)", PAGE, flags=re.M | re.S)
@@ -80,7 +82,7 @@ def added(file: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of megarl and of what lies beside it, with everything that the page says."""
+    """Copy megarl and its sibling packages, and apply all files and edits of the page."""
     folder = tmp_path_factory.mktemp("extended")
     for package in OF_MEGARL:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -97,14 +99,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def module_of(name: str, body: str) -> ModuleType:
-    """A module of the page, in this process."""
+    """Load a module of the page in this process."""
     module = ModuleType(name)
     exec(compile(body, name, "exec"), vars(module))
     return module
 
 
 def in_tree(tree: Path, *arguments: str, limit: float = 240) -> str:
-    """What a Python that takes megarl from the copy prints."""
+    """Run Python with megarl from the copy and return its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=tree,
@@ -118,7 +120,7 @@ def in_tree(tree: Path, *arguments: str, limit: float = 240) -> str:
 
 
 def config_of(folder: Path, recipe: str = "grpo", **sections: Any) -> dict[str, Any]:
-    """A configuration of a tiny run on the sums in `folder`."""
+    """Return a configuration of a tiny run on the sums in `folder`."""
     return {
         "recipe": recipe,
         "run_dir": str(folder / f"run_{recipe}"),
@@ -145,7 +147,7 @@ OURS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and a table of sums."""
+    """Write a tiny model and a table of sums."""
     folder = tmp_path_factory.mktemp("sums")
     make_tiny_model(folder / "model", "qwen3")
     rows = [f"{a}+{b}=?,{a + b}\n" for a in range(4) for b in range(4)]
@@ -171,7 +173,7 @@ def test_no_more_files_than_the_page_promises() -> None:
 
 
 def test_the_edits_fit_and_the_configuration_knows_them(tree: Path, sums: Path) -> None:
-    """Without torch: what the page adds to the configuration loads, and the phase is where it belongs."""
+    """The page's configuration loads without torch, and the phase is at its place."""
     (sums / "ours.json").write_text(json.dumps(config_of(sums, **OURS)))
     program = (
         "import sys; from megarl.config import load_config, check_config; from pathlib import Path\n"
@@ -242,7 +244,7 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
 
 @pytest.fixture(scope="module")
 def engines(sums: Path) -> list[TransformersEngine]:
-    """The page's engine and the transformers one, with the same weights."""
+    """Return the page's engine and the transformers one, with the same weights."""
     made = module_of("plain_engine", FILES["rollout/engines/plain_engine.py"]).PlainEngine
     found = [kind(sums / "model", eos_ids=[1]) for kind in (made, TransformersEngine)]
     for engine in found:
@@ -262,8 +264,10 @@ def test_an_engine_draws_what_others_draw(engines: list[TransformersEngine]) -> 
 
 
 def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
-    """Weight syncs from the actor into the page's engine by the page's backend, in buckets of 16 KiB. The
-    engine of rank 0 fails in the second one, and is restarted without weights."""
+    """Sync weights from the actor into the page's engine by the page's backend, in buckets of 16 KiB.
+
+    Rank 0's engine fails in the second sync and is restarted without weights.
+    """
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.sync.weight_sync import make_weight_sync
@@ -310,8 +314,10 @@ def syncs_by_files(runtime: Runtime, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_weight_backend(ranks: Any, tmp_path: Path) -> None:
-    """The engine of each rank has the weights of an actor that is cut over both, bit for bit; also the one
-    that was restarted."""
+    """Each rank's engine has weights bitwise equal to the actor's, which is sharded over two ranks.
+
+    This includes the restarted engine.
+    """
     folder = make_tiny_model(tmp_path / "model", "qwen3")
     for rank in (found := ranks(2, 1, 1).run(syncs_by_files, folder=folder)):
         for version, sync in enumerate(rank):
@@ -324,8 +330,10 @@ def test_a_weight_backend(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
-    """Its tokens are those that the engine draws behind what stands there, each turn with a seed of its
-    own; run again on its journal, and cut off in its second turn, it comes to the same."""
+    """The episode's tokens are those that the engine samples after the context, with one seed per turn.
+
+    The result is the same when it is replayed from its journal and cut off in its second turn.
+    """
     episode, prompt = module_of("twice", FILES["twice.py"]).again, prompts.Prompt(1, "", (5, 6, 7), "")
     tokenizer, params = AutoTokenizer.from_pretrained(sums / "model"), SamplingParams(40)
 
@@ -367,7 +375,7 @@ def test_an_episode(engines: list[TransformersEngine], sums: Path) -> None:
 
 
 def test_a_policy_loss() -> None:
-    """SPO's objective is highest where the ratio is at the end of the interval on the advantage's side."""
+    """SPO's objective is maximal where the ratio is at the interval's end on the advantage's side."""
     simple = module_of("simple", FILES["algorithms/methods/simple.py"]).simple
     advantages, old = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([-1.0, -0.5, -2.0]).double()
     ends = torch.tensor([1.2, 0.8, 1.2]).double().log()
@@ -383,7 +391,7 @@ def test_a_policy_loss() -> None:
 
 @pytest.fixture
 def ernie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model of the page's family, which no table describes yet."""
+    """Write a tiny model of the page's family, which no table contains yet."""
     monkeypatch.setitem(ROWS, "ernie4_5", Row(Ernie4_5Config))
     return make_tiny_model(tmp_path / "model", "ernie4_5", vocab=101, head_dim=12)  # type: ignore[arg-type]
 
@@ -396,8 +404,10 @@ def ernie_family() -> families.Family:
 
 
 def test_a_family(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte of an engine's tensors comes from the trainers', which are cut over ranks as the table says,
-    and the tensors are those that the file has."""
+    """Every byte of an engine's tensors comes from the trainers', sharded according to the table.
+
+    The tensors are exactly those of the file.
+    """
     with pytest.raises(CheckpointError, match="'ernie4_5' is not a known family"):
         families.read_config(ernie)
     monkeypatch.setitem(families.FAMILIES, "ernie4_5", ernie_family())
@@ -411,7 +421,7 @@ def test_a_family(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_ernie(runtime: Any, **arguments: Any) -> Any:
-    """The log-probabilities of a model of the page's family, on a rank."""
+    """Return the log-probs of a model of the page's family, on a rank."""
     from tests.parallel import jobs
 
     families.FAMILIES["ernie4_5"] = ernie_family()
@@ -431,8 +441,7 @@ def test_a_family_computes_what_hugging_face_does(ernie: Path, ranks: Any) -> No
 
 @pytest.mark.slow
 def test_runs_with_all_of_it(tree: Path, sums: Path) -> None:
-    """Reinforcement learning with the page's engine, episode, verifier, file format, phase and loss, and a
-    warm start with its batch source."""
+    """RL uses the page's engine, episode, verifier, file format, phase and loss; SFT its batch source."""
     (sums / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     for recipe, sections in (
         ("grpo", OURS),
@@ -447,5 +456,5 @@ def test_runs_with_all_of_it(tree: Path, sums: Path) -> None:
     assert any(0 < record["advantage/limited"] < 1 for record in records)
     assert all(record["reward/unverified"] == record["reward/ungraded"] == 0 for record in records)
     records = [json.loads(line) for line in (sums / "run_sft" / "metrics.jsonl").read_text().splitlines()]
-    # A step has four times `n+1=`, a digit and the end; those of the file are longer, by their template.
+    # A step has four rows: `n+1=`, a digit and the end. Rows of the file are longer by their template.
     assert [(record["step"], record["train/tokens"]) for record in records] == [(1, 24), (2, 24)]

@@ -1,4 +1,4 @@
-"""The table of docs/families.md is of the tests that there are, and of their results."""
+"""The table of docs/families.md matches the existing tests and their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = """<?xml version="1.0" encoding="utf-8"?>
 
 
 def test_it_claims_what_tests_show(pytestconfig: pytest.Config) -> None:
-    """No more, and no less: a family or a mark that is new, or gone, asks for `make families`."""
+    """A new or removed family or mark requires `make families`."""
     shown = set(pytestconfig.stash[SHOWN])
     assert {family for family, _ in shown} <= set(ROWS) and {what for _, what in shown} <= set(PROPERTIES)
     found = claimed(PAGE.read_text())

@@ -1,4 +1,4 @@
-"""tools/size.py counts what it says."""
+"""tools/size.py counts code lines correctly."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_longest(size: ModuleType, tmp_path: Path) -> None:
 def test_every_package_has_a_line(
     size: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(size, "code_lines", len)  # which goes through every token: three seconds
+    monkeypatch.setattr(size, "code_lines", len)  # the real one tokenises all files, in three seconds
     monkeypatch.setattr(sys, "argv", ["size.py"])
     size.main()
     packages, small = capsys.readouterr().out.split("\n\n")

@@ -1,5 +1,7 @@
-"""`megarl ablate`: refusals, jobs that fail or take too long; and for real: killed, interrupted, resumed, the
-table recomputed."""
+"""`megarl ablate`: refusals and jobs that fail or exceed a limit.
+
+A real run is also killed, interrupted and resumed, and its table recomputed.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ class TestJobs:
 
 
 class Command:
-    """`megarl ablate` in the background, its output in a file."""
+    """`megarl ablate` in the background, with its output in a file."""
 
     def __init__(self, table: Path, *arguments: str) -> None:
         self.output = table.parent / f"out-{time.monotonic_ns()}.txt"
@@ -179,13 +181,13 @@ class Command:
         ]
 
     def wait_for(self, what: str, found: Callable[[], bool]) -> set[psutil.Process]:
-        """Until `found()`; the processes that the command has started by then."""
+        """Wait until `found()` is true and return the processes that the command has started by then."""
 
         def there() -> bool:
             assert self.process.poll() is None, self.text
             return found()
 
-        # warm starts and first runs, of which each imports torch and Megatron
+        # warm starts and first runs; each process imports torch and Megatron
         wait_for(what, there, limit=600.0)
         return set(psutil.Process(self.process.pid).children(recursive=True))
 
@@ -211,13 +213,13 @@ def ablate(table: Path, *arguments: str) -> Iterator[Command]:
 
 
 def final(folder: Path) -> float:
-    """The accuracy of a run's last evaluation, from its metrics."""
+    """Return the accuracy of a run's last evaluation, from its metrics."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["eval/avg"] for record in records if record["stage"] == "eval" and record["step"] == 2][-1]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # some 15 runs one after the other
+@pytest.mark.timeout(2400)  # about 15 runs, one after the other
 def test_killed_interrupted_and_resumed(table: Path) -> None:
     out = table.parent / "runs" / "test"
     place = table.parent / "page.md"
@@ -225,9 +227,9 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
         "Before.\n<!-- megarl ablate test: begin -->\nold\n<!-- megarl ablate test: end -->\nAfter.\n"
     )
 
-    with ablate(table, "steps=100000") as command:  # runs that would not end by themselves
+    with ablate(table, "steps=100000") as command:  # runs that do not finish by themselves
         started = command.wait_for("two runs", lambda: len(list(out.rglob("metrics.jsonl"))) == 2)
-        with ablate(table) as second:  # the folder is taken
+        with ablate(table) as second:  # the folder is in use
             assert second.end(None, set()) == 2
             assert "megarl ablate runs there since" in second.text
         assert command.end(signal.SIGKILL, started) == -signal.SIGKILL
@@ -279,8 +281,8 @@ def test_killed_interrupted_and_resumed(table: Path) -> None:
         and (table.parent / "images/ablations_test.png").is_file()
     )
 
-    # Everything that can be finished is: nothing is run, other settings are refused, and --fresh repeats only
-    # what they change.
+    # All runs that can finish have finished. Nothing runs again, other settings are refused, and --fresh
+    # repeats only the runs whose settings changed.
     with ablate(table, "--rows", "vapo", "without_clip_higher") as command:
         assert command.end(None, set()) == 0 and not command.finished()
     table.write_text(TABLE.replace("paper: 46", "paper: 46, overrides: [algorithm.alpha=0.25]"))

@@ -1,4 +1,4 @@
-"""Held-out curves of finished runs: what is kept of one, how rows of them are compared, what is drawn."""
+"""Held-out curves of finished runs: how they are reduced, compared between rows, and plotted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl_experiments import held_out
 
 
 def curve(run_dir: Path, right: int, seed: int = 1, of: int = 40) -> dict[str, Any]:
-    """The curve of a run that had so many right after its last step, and two of 40 before."""
+    """Return the curve of a run with `right` correct responses after its last step and two of 40 before."""
     run_dir.mkdir()
     answers = [
         {"step": step, "uid": i, "correct": i < count, "data_source": "lcm" if i % 2 else "gcd"}
@@ -67,10 +67,10 @@ def test_figures(tmp_path: Path) -> None:
 
 
 def test_a_table_compares_at_equal_cost(tmp_path: Path) -> None:
-    """Whoever draws more has its accuracy read off earlier, between two evaluations."""
+    """The accuracy of a row that samples more tokens is read at an earlier step, between two evaluations."""
     vapo = [curve(tmp_path / f"v{seed}", right=20 + seed, seed=seed) for seed in (1, 2, 3)]
     dapo = [curve(tmp_path / f"d{seed}", right=30 + 2 * seed, seed=seed) for seed in (1, 2, 3)]
-    for run in dapo:  # without a critic, and with 1,800 tokens: twice as many
+    for run in dapo:  # without a critic, and with 1,800 tokens: twice vapo's
         run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
         run["steps"] = [{**step, "rollout/tokens": 360} for step in run["steps"]]
     assert held_out.accumulate(vapo[0], "rollout/tokens") == ([0, 900], [0.05, 21 / 40])
@@ -85,21 +85,21 @@ def test_a_table_compares_at_equal_cost(tmp_path: Path) -> None:
 
 
 def test_a_table_compares_after_equal_steps(tmp_path: Path) -> None:
-    """Whatever a row's value pretraining has drawn."""
+    """The tokens sampled in a row's value pretraining do not count."""
     vapo = [curve(tmp_path / f"v{seed}", right=20 + seed, seed=seed) for seed in (1, 2, 3)]
     other = [curve(tmp_path / f"o{seed}", right=22 + 2 * seed, seed=seed) for seed in (1, 2, 3)]
     for run in other:
         run["value_pretraining"] = {"rollout/tokens": 0, "time/step": 0}
     heads, _, _, second = held_out.format_table({"vapo": vapo, "other": other}, equal="steps").splitlines()
     assert "| difference to vapo after the last step |" in heads
-    # Half of what vapo has spent, and at its end all the same.
+    # The same at half of vapo's cost and at its end.
     assert "| 0.650 ± 0.050 (n = 3) | 0.650 ± 0.050 (n = 3) | +0.100 [" in second
     held_out.draw_table({"vapo": vapo, "other": other}, tmp_path / "table.png", "steps")
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_minutes_are_those_of_the_quickest_run(tmp_path: Path) -> None:
-    """Not what a step took beside other work."""
+    """A step's time is the minimum over runs, so other work on the machine does not count."""
     slow, fast = (
         [curve(tmp_path / f"{row}{seed}", right=20, seed=seed) for seed in (1, 2, 3)] for row in "sf"
     )

@@ -1,5 +1,4 @@
-"""The statistics of paired differences against printed tables, integrals, loops over all signs, and simulated
-experiments."""
+"""Statistics of paired differences, against printed tables, integrals, sign flips and simulations."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def sample(mean: float, error: float, n: int) -> list[float]:
 
 
 class TestPairedT:
-    # Two-sided critical values as every statistics book prints them: (degrees of freedom, share, t).
+    # Two-sided critical values as printed in statistics books: (degrees of freedom, confidence, t).
     TABLE = [
         (1, 0.95, 12.706), (2, 0.95, 4.303), (3, 0.95, 3.182), (4, 0.95, 2.776), (5, 0.95, 2.571),
         (7, 0.95, 2.365), (9, 0.95, 2.262), (30, 0.95, 2.042), (120, 0.95, 1.980), (1, 0.90, 6.314),
@@ -42,7 +41,7 @@ class TestPairedT:
 
     @pytest.mark.parametrize(("df", "share", "t"), TABLE)
     def test_tabulated_quantiles(self, df: int, share: float, t: float) -> None:
-        """The interval reaches t standard errors to both sides, and touches 0 where p is 1 - share."""
+        """The interval extends t standard errors to both sides, and touches 0 where p is 1 - share."""
         low, high, p = paired_t(sample(t, 1.0, df + 1), 1 - share)
         assert (low, high) == (pytest.approx(0.0, abs=6e-4), pytest.approx(2 * t, abs=6e-4))
         assert p == pytest.approx(1 - share, abs=2e-4)
@@ -71,7 +70,7 @@ class TestHolm:
 
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.data())
     def test_a_smaller_p_never_raises_another(self, ps: list[float], data: st.DataObject) -> None:
-        """So a row that is not finished yet may count as p = 1: what holds then holds to the end."""
+        """An unfinished row may therefore count as p = 1; a verdict of `holds` then stays valid."""
         i = data.draw(st.integers(0, len(ps) - 1))
         before = holm([*ps[:i], 1.0, *ps[i + 1 :]])
         assert all(after <= b for after, b in zip(holm(ps), before, strict=True))
@@ -85,7 +84,7 @@ class TestSignFlip:
             for signs in itertools.product((-1, 1), repeat=len(differences))
         ]
         expected = sum(abs(total) >= abs(sum(differences)) for total in sums) / len(sums)
-        # Tenths, whose sums are rounded: ties must stay ties.
+        # Tenths have rounded sums: ties must remain ties.
         assert sign_flip_p([d / 10 for d in differences]) == pytest.approx(expected)
 
     def test_all_of_one_sign(self) -> None:
@@ -103,7 +102,7 @@ class TestSignFlip:
 
 class TestEquivalence:
     def test_by_the_printed_quantile(self) -> None:
-        """The 90 % interval that just touches the bound has p = 0.05: t(4) = 2.132."""
+        """A 90 % interval that just touches the bound has p = 0.05: t(4) = 2.132."""
         touching = sample(0.01, 0.01, 5)
         assert equivalence_p(touching, 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
         assert equivalence_p([-d for d in touching], 0.01 + 0.02132) == pytest.approx(0.05, abs=1e-4)
@@ -115,7 +114,7 @@ class TestEquivalence:
 
 
 class TestPower:
-    # Pairs for a power of 0.8 at a two-sided 0.05 as G*Power prints them, with the power that they have.
+    # Pairs for a power of 0.8 at a two-sided 0.05 as G*Power prints them, with the exact power.
     GPOWER = [(0.2, 199, 0.8017), (0.5, 34, 0.8078), (0.8, 15, 0.8213)]
 
     @pytest.mark.parametrize(("effect", "n", "reached"), GPOWER)
@@ -125,7 +124,7 @@ class TestPower:
         assert smallest_detectable(n, 0.05, reached) == pytest.approx(effect, abs=1e-3)
 
     def test_against_simulated_experiments(self) -> None:
-        """20 seeds, at a ninth of 0.05: shares of 20,000 experiments."""
+        """20 seeds at a ninth of 0.05, against frequencies in 20,000 simulated experiments."""
         n, alpha, rng = 20, 0.05 / 9, np.random.default_rng(7)
         noise = rng.normal(size=(20_000, n))
         errors = noise.std(axis=1, ddof=1) / math.sqrt(n)
@@ -140,7 +139,7 @@ class TestPower:
         assert power(11, 1.2, 0.01) == pytest.approx(sum(found) / 400, abs=0.06)
 
     def test_few_seeds_find_nothing_whatever_the_effect(self) -> None:
-        """5 seeds: the least p of all signs is 2 / 32, so nothing is below 0.05."""
+        """With 5 seeds the smallest p over all sign flips is 2 / 32, so nothing is below 0.05."""
         assert [least_seeds(alpha) for alpha in (0.07, 0.05, 0.05 / 9)] == [5, 6, 9]
         assert power(5, 100.0, 0.05) == 0.0 and power(6, 100.0, 0.05) == pytest.approx(1.0, abs=1e-6)
         assert smallest_detectable(5, 0.05, 0.8) == math.inf
@@ -148,6 +147,6 @@ class TestPower:
         assert equivalence_power(1, 1.0, 0.05) == 0.0
 
     def test_many_seeds_show_equivalence_for_sure(self) -> None:
-        """Where the measured deviation hardly varies, the integral over it has a narrow peak."""
+        """The integral over the measured deviation has a narrow peak, because the deviation hardly varies."""
         assert equivalence_power(2000, 10.0, 0.025) == pytest.approx(1.0, abs=1e-6)
         assert equivalence_power(2000, 0.01, 0.025) == 0.0

@@ -1,5 +1,7 @@
-"""Protocols: synthetic curves to verdicts, table and forest plot; power from tuning seeds; what is refused;
-the command in pieces, its runs replaced by curves that are drawn; and the protocols that ship."""
+"""Protocols: synthetic curves to verdicts, table and forest plot; power from tuning seeds; refusals.
+
+The command is tested with simulated curves instead of runs, and so are the shipped protocols.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,14 @@ from megarl_tasks import arithmetic, family
 from tests.experiments.test_tables import changes, leaves
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-# True differences and noise of six rows of the paper's table; a seed moves all its runs together.
+# True differences and noise of six rows of the paper's table; a seed shifts all its runs together.
 EFFECTS = {
     "without value pretraining": (-0.20, 0.05),
     "without length-adaptive GAE": (-0.08, 0.05),
     "without clip-higher": (0.10, 0.05),  # the paper says worse
     "without token-level loss": (0.0, 0.02),
     "without positive-example LM loss": (-0.02, 0.15),
-    "without group sampling": (0.0, 0.0),  # a switch that changes nothing: runs equal to the bit
+    "without group sampling": (0.0, 0.0),  # a switch without effect: runs are bitwise equal
 }
 EXPECTED = ["holds", "holds", "opposite", "equivalent", "undecided", "equivalent"]
 PAPERS = {row.name: row.paper for row in load_table(str(CONFIGS / "ablations/vapo.table.yaml")).rows}
@@ -66,8 +68,10 @@ def protocol(**given: Any) -> Protocol:
 
 
 def synthetic(seeds: Iterable[int]) -> dict[tuple[str, str, int], dict[int, float]]:
-    """Curves of five evaluations: all rise from a seed's own beginning to its own end plus the row's
-    effect."""
+    """Return curves of five evaluations.
+
+    Each rises from the seed's start value to the seed's end value plus the row's effect.
+    """
     curves = {}
     for seed in seeds:
         rng = random.Random(seed)
@@ -128,7 +132,7 @@ class TestVerdicts:
         assert "0 of 6 rows are decided" in markdown(plan, early, [], [], "")
 
     def test_a_row_that_is_not_there_counts_as_p_1(self) -> None:
-        """What holds with half of the rows still holds with all of them."""
+        """A verdict of `holds` with half of the rows stays valid with all of them."""
         plan, curves = protocol(), synthetic(range(100, 120))
         half = {key: curve for key, curve in curves.items() if key[1] in ("VAPO", *[*EFFECTS][:3])}
         part, whole = decide_rows(plan, half, PAPERS), decide_rows(plan, curves, PAPERS)
@@ -138,7 +142,7 @@ class TestVerdicts:
 
     @given(st.lists(st.floats(-0.5, 0.5), min_size=6, max_size=10))
     def test_the_other_way_round(self, differences: list[float]) -> None:
-        """A row minus its neighbour, and the neighbour minus the row."""
+        """Swapping a row and its neighbour negates the differences and nothing else."""
         [one], [other] = judged([differences]), judged([[-d for d in differences]])
         assert (one.p, one.equivalence, one.detectable) == (other.p, other.equivalence, other.detectable)
         assert one.low == pytest.approx(-(other.high or 0.0)) and one.mean == pytest.approx(
@@ -146,12 +150,14 @@ class TestVerdicts:
         )
         turned = {"holds": "opposite", "opposite": "holds"}
         assert other.verdict == turned.get(one.verdict, one.verdict)
-        if one.is_within_bound:  # an interval of 95 % within the bound is stricter than two tests at 5 %
+        if one.is_within_bound:  # a 95 % interval within the bound is stricter than two tests at 5 %
             assert one.equivalence is not None and one.equivalence < 0.025 + 1e-9
 
     def test_the_bound_is_part_of_the_verdict(self) -> None:
-        """A difference that is found and lies within the bound is said so; an interval that reaches beyond it
-        is not equivalent."""
+        """A detected difference within the bound is reported as such.
+
+        A row whose interval exceeds the bound is not equivalent.
+        """
         small = [-0.02 + 0.001 * (seed % 3) for seed in range(10)]
         wide = [0.07 * (-1) ** seed for seed in range(10)]
         found = judged([small, wide, [0.0] * 10])
@@ -162,7 +168,7 @@ class TestVerdicts:
 
     @pytest.mark.slow
     def test_rows_without_effects_are_seldom_called_different(self) -> None:
-        """Nine rows like their neighbour, 10 seeds: a table with a false difference in at most 5 % (Holm)."""
+        """Nine rows without effect, 10 seeds: about 5 % of tables may have a false difference (Holm)."""
         rng, alarms = random.Random(5), 0
         for _ in range(200):
             outcomes = judged([rng.gauss(0, 0.05) for _ in range(10)] for _ in range(9))
@@ -170,7 +176,7 @@ class TestVerdicts:
         assert alarms / 200 < 0.09
 
     def test_what_would_have_been_found_is_found(self) -> None:
-        """Rows whose true difference is what 12 seeds detect with probability 0.8."""
+        """Rows with the true difference that 12 seeds detect with probability 0.8."""
         rng, size = random.Random(2), paired.smallest_detectable(12, 0.01, 0.8)
         drawn = [[rng.gauss(-size, 1) for _ in range(12)] for _ in range(300)]
         found = sum(paired.sign_flip_p(differences) < 0.01 for differences in drawn)
@@ -190,8 +196,8 @@ class TestTuning:
             reached = [paired.power(k, 0.05 / deviation, 0.05 / 6) for k in (n - 1, n)]
             assert reached[0] < 0.8 <= reached[1]
             assert power.detectable is not None and (power.detectable <= 0.05) == (n <= 20)
-        assert powers[5].deviation is None  # runs that are all the same say nothing of the spread
-        # Other settings say nothing of the protocol's: of the task, of the command line, of the score.
+        assert powers[5].deviation is None  # identical runs carry no information on the spread
+        # Entries of another task, command line or score do not count for this protocol.
         for other in ({"limit": 2.0}, {"limit": 1.0, "warm_start": "ablation_sft.yaml"}):
             changed = protocol(folder=tmp_path, tasks={"sums": {"what": "Sums.", **other}})
             assert {one.tuned for one in estimate_power(changed, read_tried(plan.tried))} == {0}
@@ -204,7 +210,7 @@ class TestTuning:
         files = {name: (table.folder / table.warm_start).name for name, table in tables.items()}
         assert files == {"sums": "ablation_family_sft.yaml", "far": "ablation_sft.yaml"}
         other = protocol(tasks={"sums": own}).tables()["sums"]
-        assert other.start != tables["sums"].start  # and so a folder of its own
+        assert other.start != tables["sums"].start  # and so another folder
 
     def test_every_setting_once_with_all_its_seeds(self, tmp_path: Path) -> None:
         plan = protocol(folder=tmp_path, rows=[ROW])
@@ -213,7 +219,7 @@ class TestTuning:
         def note(differences: dict[int, float], *overrides: str) -> None:
             log_tried(plan, [RowOutcome(ROW, range(100, 120), differences)], overrides, "c0de")
 
-        note({}, "steps=9")  # nothing is known of it yet
+        note({}, "steps=9")  # no differences yet
         note({0: 0.5}, "steps=9")
         for _ in range(2):
             note({0: 0.1, 1: 0.2}, "steps=3")
@@ -222,7 +228,7 @@ class TestTuning:
         assert len(plan.tried.read_text().splitlines()) == 3
         found = [(one["setting"]["overrides"], one["differences"]) for one in read_tried(plan.tried)]
         assert found == [(["steps=3"], {"0": 0.1, "1": 0.2}), (["steps=9"], {"0": 0.5, "2": 0.3})]
-        # What was tried on the command line and then written into the file is the protocol's own setting.
+        # Overrides tried on the command line and then written to the file count as the protocol's settings.
         task = {"what": "Sums.", "limit": 1.0, "overrides": ["steps=3"]}
         moved = protocol(folder=tmp_path, rows=[ROW], tasks={"sums": task})
         assert [one.tuned for one in estimate_power(moved, read_tried(plan.tried))] == [2]
@@ -246,7 +252,7 @@ class TestShown:
             verdict in line for verdict, line in zip(EXPECTED, lines, strict=False)
         )
         assert all("o" in line and "paper -" in line for line in lines[:6])
-        # The difference stands left of the middle where it is below 0.
+        # A difference below 0 is left of the middle.
         assert lines[0].index("o", 33) < lines[0].index("|") < lines[2].rindex("o", 0, 75)
         record = json.loads((tmp_path / "table.json").read_text())
         assert [row["verdict"] for row in record["rows"]] == EXPECTED
@@ -298,7 +304,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs, whose curves are drawn in place of training: without value pretraining 0.2 less."""
+    """Return the names of the runs, and replace training by random curves.
+
+    Without value pretraining the curves are 0.2 lower.
+    """
     names: list[str] = []
 
     def drawn(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended]:
@@ -351,7 +360,7 @@ class TestCommand:
 
         ran.clear()
         capsys.readouterr()
-        assert main([*ablate, "--most", "0"]) == 0 and not ran  # only what it costs
+        assert main([*ablate, "--most", "0"]) == 0 and not ran  # only prints the cost
         out = capsys.readouterr().out
         assert (
             "without value pretraining - VAPO on near: 14 runs, 7 min of one core\n  power: standard" in out
@@ -372,7 +381,7 @@ class TestCommand:
         assert (path.parent / "images/ablations_test_protocol.png").is_file()
         assert len(read_tried(log)) == 4  # a final run is no tuning
 
-        # Another warm start: refused, or made again with all that began from it, and counted before it is.
+        # Another warm start is refused, or repeated with all runs that use it; its cost is printed first.
         family = f"{CONFIGS}/ablations/ablation_family_sft.yaml"
         (path.parent / "sft.yaml").write_text(f"base: {family}\nsteps: 299\n")
         path.write_text(PROTOCOL.replace(family, "sft.yaml"))
@@ -381,7 +390,7 @@ class TestCommand:
         assert "warm starts: 14 runs, 7 min of one core" in capsys.readouterr().out
         assert main(ablate) == 2 and "steps 300, now 299" in capsys.readouterr().err
 
-        # Other knobs are another task, beside the old one; another limit is refused, run by run.
+        # Other knobs make another task, and the old one stays; another limit is refused for each run.
         folders = {folder.name for folder in (path.parent / "out/warm_start").iterdir()}
         assert {name.split("-")[0] for name in folders} == {"near", "far"}
         path.write_text(PROTOCOL.replace("[1, 30]", "[1, 31]"))
@@ -431,7 +440,7 @@ class TestCommand:
         assert str(caught.value).startswith(f"{path}: {self.DAMAGED[old, new]}")
 
     def test_tasks_of_several_protocols(self, path: Path) -> None:
-        """In one file: a protocol adds settings of its own, and what is wrong is said of the right file."""
+        """A shared file of tasks: a protocol adds settings, and an error names the right file."""
         shared = path.with_name("test.tasks.yaml")
         shared.write_text("tasks:\n  far: {what: Far., knobs: {lines: [1, 30]}, limit: 1.0}\n")
         path.write_text(
@@ -455,8 +464,10 @@ ROWS = [(name, row) for name, plan in SHIPPED.items() for row in plan.rows]
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=[f"{name}-{row.row}" for name, row in ROWS])
 def test_rows_differ_as_the_papers_do(name: str, row: ProtocolRow) -> None:
-    """In no other key than the 32B files differ in, at the same cost, and in the direction that the paper's
-    points say."""
+    """Two rows differ only in the keys in which the 32B files differ, at the same cost.
+
+    The claimed direction is that of the paper's points.
+    """
     table = SHIPPED[name].tables()[row.task]
     rows = {one.name: one for one in table.rows}
     own, its = rows[row.row], rows[row.against]

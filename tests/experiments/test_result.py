@@ -1,5 +1,4 @@
-"""The comparisons of an ablation against counts by hand; the verdict's rate of false
-alarms; table and figures."""
+"""An ablation's comparisons against hand counts; rate of false verdicts; table and figures."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from megarl_experiments.result import (
 
 class TestComparison:
     def test_by_hand(self) -> None:
-        """Differences 1, 2, 3, 4, 5: mean 3, standard error sqrt(2.5 / 5), t = 4.2426, two-sided p of t(4) =
-        0.013236."""
+        """Differences 1 to 5: mean 3, standard error sqrt(2.5 / 5), t = 4.2426, p of t(4) = 0.013236."""
         found = compare({s: 0.5 * s + s + 1 for s in range(5)}, {s: 0.5 * s for s in range(5)}, "x")
         assert found is not None and (found.seeds, found.mean) == (5, 3.0)
         assert found.error == pytest.approx(math.sqrt(0.5)) and found.p == pytest.approx(0.0132356, abs=1e-6)
@@ -58,12 +56,14 @@ class TestComparison:
         assert Comparison("x", 5, mean, p=p, holm=holm).verdict == verdict
 
     def test_a_table_without_effects_seldom_has_a_verdict(self) -> None:
-        """8 rows that are all like the reference, 5 seeds: in at most 5 % of the tables (Holm) one is called
-        worse or better, while the uncorrected test alone would do so in far more."""
+        """Holm's correction keeps the rate of tables with a false verdict near 5 %: 8 equal rows, 5 seeds.
+
+        The uncorrected test alone gives a false verdict in far more tables.
+        """
         rng = random.Random(0)
         alarms = single = 0
         for _ in range(300):
-            # the warm start of a seed moves all its runs
+            # the warm start of a seed shifts all its runs
             shared = {seed: rng.gauss(0.8, 0.05) for seed in range(5)}
             reference, *rows = (
                 {seed: score + rng.gauss(0, 0.02) for seed, score in shared.items()} for _ in range(9)
@@ -75,7 +75,7 @@ class TestComparison:
 
 
 def result(kinds: tuple[str, ...] = ("full",), seeds: int = 5) -> Result:
-    """Three rows: the second is worse by 0.1 in every seed but for noise, the third has fewer seeds."""
+    """Return three rows: the second is worse by 0.1 plus noise in every seed, the third has fewer seeds."""
     rng = random.Random(1)
 
     def row(name: str, paper: float, gain: float, seeds: int) -> RowResult:
@@ -127,7 +127,7 @@ class TestTable:
 
 class TestFigures:
     def test_band(self) -> None:
-        """Mean and sample standard deviation where all runs have an evaluation."""
+        """Mean and sample standard deviation at steps that every run evaluated."""
         assert band({0: {0: 0.1, 10: 0.5, 20: 1.0}, 1: {0: 0.3, 10: 0.5}}) == (
             [0, 10],
             [0.2, 0.5],

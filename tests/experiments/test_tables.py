@@ -1,5 +1,4 @@
-"""The files of the ablation tables: each row is what the papers took away or added, at 32B and at demo scale,
-and nothing else."""
+"""Ablation tables: each row changes only what its paper changes, at 32B and at demo scale."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ TABLES = {
 }
 ROWS = [(table, row) for table in TABLES.values() for row in table.rows]
 
-# What each row changes in its 32B file, and its points, written down here a second time: VAPO Table 1, DAPO
-# Table 1.
+# Each row's changes to its 32B file and its points, copied independently from VAPO Table 1 and DAPO Table 1.
 OFF = {
     "value_pretraining.steps": 0,
     "algorithm.lambda_critic": 0.95,
@@ -60,7 +58,7 @@ DAPO: dict[str, tuple[float, tuple[Any, ...]]] = {
     "+ dynamic sampling (DAPO)": (50, ("dapo", False, 0.28, True, "token", True)),
 }
 
-# Other methods: what differs from dapo_32b.yaml and vapo_32b.yaml, from their own papers.
+# Other methods: their differences from dapo_32b.yaml and vapo_32b.yaml, from their papers.
 GRPO = {
     "recipe": "grpo",
     "algorithm.clip_high": 0.2,
@@ -295,7 +293,7 @@ def leaves(config: Config) -> dict[str, Any]:
 
 
 def changes(config: Config, base: Config) -> dict[str, Any]:
-    """Keys in which `config` differs from `base`, its folder left out."""
+    """Return the keys in which `config` differs from `base`, except its folder."""
     before = leaves(base)
     return {key: value for key, value in leaves(config).items() if value != before[key] and key != "run_dir"}
 
@@ -322,7 +320,7 @@ class TestRows:
         assert config.responses == (128 if config.recipe == "sao" else 8192)
 
     def test_at_demo_scale(self, table: AblationTable, row: AblationRow) -> None:
-        """The same switches over the small base; of sizes only those that the table's overrides name."""
+        """The same switches on the small base; only the table's overrides change sizes."""
         small = load_config(table.folder / table.base)
         config = table.config(row, ())
         check_config(config, row.name)
@@ -366,8 +364,10 @@ def test_the_last_row_of_dapo_is_dapo() -> None:
 
 
 def test_another_base(tmp_path: Path) -> None:
-    """Layers: the new base with bases of its own, the files above the old root, overrides; the old root says
-    nothing any more."""
+    """The new base and its bases come first, then the files above the old root, then overrides.
+
+    The old root has no effect.
+    """
     for name, text in {
         "root": "recipe: dapo\nseed: 9\nrun_dir: x\nsteps: 5\nmodel: {path: m}\nactor: {eps: 0.5}\n",
         "middle": "base: root.yaml\nactor: {lr: 1.0}\nsteps: 6\n",

@@ -1,5 +1,4 @@
-"""Files on a disk that takes no more: by the kernel's limit on the size of a process's files, and by the
-device that is always full."""
+"""Files on a full disk, simulated by the kernel's file size limit and by /dev/full."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def no_file_longer_than(size: int) -> Iterator[None]:
-    """This process's files take so many bytes and no more meanwhile."""
+    """Limit this process's files to `size` bytes inside the block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sys.dont_write_bytecode = True  # which Python 3.11 would cut off and believe
+    sys.dont_write_bytecode = True  # Python 3.11 would truncate bytecode files and trust them
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
@@ -50,7 +49,7 @@ def no_file_longer_than(size: int) -> Iterator[None]:
 
 
 def read(path: Path) -> list[Any]:
-    """The lines of a file, all of which must be whole."""
+    """Return the records of a file in which every line must be complete."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -73,7 +72,7 @@ def test_a_record_is_there_whole_or_not_at_all(
             assert str(error).startswith(f"{path}: cannot be written: File too large (make room; ")
     assert read(path) == [{"first": text}, *([record] if room else [])]
     writer.write({"third": text})
-    writer.close()  # has nothing left of what could not be written
+    writer.close()  # no unwritten record is left
     assert read(path)[-1] == {"third": text} and len(read(path)) == 2 + room
     if spare is not None:
         assert len(spare.take()) == (not room)
@@ -133,10 +132,10 @@ def test_what_is_later_than_the_checkpoint_is_dropped_without_room(tmp_path: Pat
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.usefixtures("capsys")  # pytest's own file would be too long, too
+@pytest.mark.usefixtures("capsys")  # pytest's output file would exceed the limit too
 def test_nothing_is_written_behind_lines_that_could_not_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    before = b'{"step": 1}\n{"step": 2, "cut\n{"step": 3}\n'  # to drop the second, the third is written anew
+    before = b'{"step": 1}\n{"step": 2, "cut\n{"step": 3}\n'  # removing the second line rewrites the third
     path.write_bytes(before)
     with no_file_longer_than(5):
         with pytest.raises(ConfigError, match="cannot be written: File too large"):
@@ -270,7 +269,7 @@ def test_a_rank_without_a_heartbeat_says_why_and_ends(tmp_path: Path) -> None:
         config = WatchdogConfig(limit=600, silence=1, period=0.1)
         with Watchdog(tmp_path, 0, 1, config):
             resource.setrlimit(resource.RLIMIT_FSIZE, (WIDTH - 1, WIDTH - 1))
-            signal.alarm(120)  # ends a test that has failed
+            signal.alarm(120)  # ends a failed test
             signal.pause()
         os._exit(99)
     os.close(speaks)

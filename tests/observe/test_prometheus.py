@@ -1,4 +1,4 @@
-"""`log.prometheus`: what a scrape gives, read by the format's grammar, and clients that hang or leave."""
+"""`log.prometheus`: scrapes follow the format's grammar, and clients may hang or disconnect."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megarl.config.errors import ConfigError
 from megarl.observe.prometheus import Exporter
 from megarl.observe.run_log import RunLog
 
-# The grammar of the text format for a sample with one label, and of its comments for help and a type.
+# The grammar of the text format: a sample with one label, and comments for help and type.
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{stage="([a-z_]+)"\} (\S+)')
 HELP = re.compile(r"# HELP ([a-zA-Z_:][a-zA-Z0-9_:]*) of metrics\.jsonl")
 TYPE = re.compile(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) gauge")
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
-    """The samples by name and stage. Every line must be one of the grammar's, help and type first."""
+    """Return the samples by name and stage. Every line must match the grammar, with help and type first."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         return parse(answer.read().decode())
@@ -71,7 +71,7 @@ def test_a_scrape_gives_the_newest_record_of_each_stage(tmp_path: Path) -> None:
         ("megarl_eval_accuracy", "eval"): 0.5,
         ("megarl_pass_4", "eval"): 1.0,
     }
-    Exporter(exporter.port).close()  # it is free again
+    Exporter(exporter.port).close()  # the port is free again
 
 
 @settings(max_examples=40)
@@ -96,7 +96,7 @@ def test_clients_that_hang_or_leave_hold_nobody_up(
     leaves.close()
     started = time.perf_counter()
     exporter.update("train", {"step": 1.0})
-    assert time.perf_counter() - started < 1.0  # not for the silent one
+    assert time.perf_counter() - started < 1.0  # no wait for the silent client
     assert scrape(exporter.port)["megarl_step", "train"] == 1.0
     exporter.close()
     silent.close()

@@ -1,4 +1,4 @@
-"""The logs of a run: what is written is read, whatever cut it; a resumed run leaves no trace of its end."""
+"""A run's logs: records are read back after any truncation; a resumed run leaves no trace of the kill."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_file_cut_anywhere_is_read_and_continued(tmp_path: Path) -> None:
         run_dir = tmp_path / "cut"
         run_dir.mkdir(exist_ok=True)
         (run_dir / METRICS_FILE).write_bytes(content[:cut])
-        complete = sum(end <= cut for end in ends)  # a line that lacks only its newline is whole
+        complete = sum(end <= cut for end in ends)  # a line that lacks only its newline is complete
         ragged = cut > 0 and cut not in ends and cut - 1 not in ends
         found = read_metrics(run_dir)
         assert len(found.records) == complete
@@ -112,7 +112,7 @@ def test_without_append_the_file_starts_anew(tmp_path: Path) -> None:
 def test_truncation_leaves_what_was_written_before(
     pretraining: int, steps: int, every: int, cut_line: bool, data: st.DataObject
 ) -> None:
-    """Continuing from any step of an undisturbed run keeps exactly the lines up to it."""
+    """Continuing after any step of an uninterrupted run keeps exactly the lines up to it."""
     lines = [(0, "eval")] + [(s, "value_pretraining") for s in range(1, pretraining + 1)]
     for step in range(1, steps + 1):
         lines += [(step, "train")] + ([(step, "eval")] if step % every == 0 else [])
@@ -145,7 +145,7 @@ def test_errors_name_file_and_remedy(tmp_path: Path) -> None:
 def test_a_missing_tracker_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, module: str
 ) -> None:
-    # what Python itself does for a module that must not be imported
+    # the marker that Python uses for a module that must not be imported
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"log\.{tracker}: .*megarl\[track\]"):
         RunLog(tmp_path, **{tracker: True})

@@ -1,6 +1,6 @@
-"""The terminal view: plain lines stay aligned, the live view draws on anything, numbers are right.
+"""The terminal view: aligned plain lines, a live view on any terminal, correct numbers.
 
-`megarl watch`: a run seen from its folder while another process writes it."""
+`megarl watch` shows a run from its folder while another process writes it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FACTS = RunHeader("demo", "vapo", "qwen3-tiny", "TP 2 x PP 1 x DP 1", "cpu", 20,
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -52,7 +52,7 @@ class Clock:
 
 
 def drive(view: TerminalView, clock: Clock, first: int = 1, last: int = 20) -> None:
-    """The calls of a short run, 2 s a step."""
+    """Make the view's calls of a short run with 2 s per step."""
     rng = random.Random(0)
     with view:
         for step in range(1, 5):
@@ -99,7 +99,7 @@ def test_plain_lines_are_aligned_and_complete() -> None:
     assert [int(line[6:8]) for line in train] == list(range(1, 21))
     for name in ("acc", "reward", "len", "ent", "clip", "ev", "lr", "gnorm", "kept", "tok/s", "left"):
         assert len({line.index(f"  {name} ") for line in train}) == 1, name
-    assert train[9].endswith("left 20.0s")  # ten steps of 2 s are left
+    assert train[9].endswith("left 20.0s")  # ten steps of 2 s remain
     assert [line for line in lines if line.startswith("eval")] == [
         "eval  10/20  0.400 avg  0.900 pass  - majority  (k 4, 512 problems)",
         "eval  20/20  0.800 avg  0.900 pass  - majority  (k 4, 512 problems)",
@@ -155,7 +155,7 @@ def test_live_view_shows_the_run(width: int, terminal: bool) -> None:
     record = train_record(20, 20, "vapo", random.Random(0))
     for key, number in (("response/length_right", r"\d+\.\d"), ("reflection/share", r"0\.\d{3}")):
         assert key in record and re.search(rf" {number} / {number} ", final), key
-    assert width < 80 or not re.search(r"\d…", final)  # a name may be cut, a number may not
+    assert width < 80 or not re.search(r"\d…", final)  # a name may be truncated, a number may not
 
 
 def test_live_view_of_a_terminal_without_unicode() -> None:
@@ -275,12 +275,12 @@ def test_a_finished_run_is_shown_and_left(run_dir: Path) -> None:
     assert "vapo | tiny | TP 2 x PP 1 x DP 2 | cpu | 4 steps" in lines[0]
     assert [line.split()[1] for line in lines if line.startswith("train")] == ["1/4", "2/4", "3/4", "4/4"]
     assert any("event 2" in line for line in lines) and "0.750 avg" in lines[-1]
-    # at the run's own pace, not that of reading
+    # at the run's pace, not at that of reading
     assert "left 2:00" in next(line for line in lines if line.startswith("train 2/4"))
 
 
 def test_one_that_goes_on_is_followed(run_dir: Path) -> None:
-    """What comes between two looks is shown, a half-written line once it is whole, and the end ends it."""
+    """New records are shown, a half-written line once it is complete, and the view ends with the run."""
     todo = [
         lambda: write(run_dir, WHOLE[:2]),
         lambda: write(run_dir, WHOLE[2:3], end=""),
@@ -333,7 +333,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_the_command_beside_a_process_that_writes(run_dir: Path) -> None:
-    """As over ssh: another process, which gets nothing but the folder."""
+    """Another process that only has the folder, as over ssh."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "megarl", "watch", str(run_dir)]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,4 +1,4 @@
-"""The file of each rank's phases: what is written, what a killed and a continued run leave, what is read."""
+"""The file of each rank's phases: how it is written and read, also after a kill and a resumption."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def records(folder: Path, rank: int = 0) -> list[dict[str, object]]:
 
 
 def test_phases_follow_each_other_and_know_their_step(tmp_path: Path) -> None:
-    # begin, end of each phase; `enter` ends the one before at its own time
+    # start and end of each phase; `enter` ends the previous phase when the new one starts
     clock = ticking(10.0, 12.0, 12.0, 15.5, 16.0, 17.0, 18.0, 18.25)
     timeline = Timeline(tmp_path, 3, clock=clock.__next__)
     timeline.enter("evaluation")
@@ -37,7 +37,7 @@ def test_phases_follow_each_other_and_know_their_step(tmp_path: Path) -> None:
     timeline.add_wait(1.5)
     timeline.enter("wait for weights")
     with timeline.phase("actor_update"):
-        timeline.add_wait(7.0)  # more than the phase took: a rank cannot have waited longer
+        timeline.add_wait(7.0)  # more than the phase took: the wait is limited to that
     timeline.close()
     keys = ("step", "phase", "begin", "end", "waited")
     assert [tuple(record[key] for key in keys) for record in records(tmp_path, 3)] == [
@@ -56,7 +56,7 @@ def test_a_killed_run_is_continued(tmp_path: Path) -> None:
     timeline.leave()
     path = tmp_path / "timeline" / "rank-00000.jsonl"
     with path.open("ab") as file:
-        file.write(b'{"stage": "train", "step": 4, "pha')  # killed while it wrote
+        file.write(b'{"stage": "train", "step": 4, "pha')  # killed during this write
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     again = Timeline(tmp_path, 0)
     again.enter("resume")
@@ -102,13 +102,13 @@ def test_the_figure_of_a_run(tmp_path: Path) -> None:
     found = draw_timeline([run])
     assert found is not None and found.table is not None
     texts = re.findall(r"step \d+, [a-z, -]+: [\d.]+ s", found.svg)
-    # The evaluation after step 7 is a part of its time; the first step is not shown where there are others.
+    # A step's time includes its evaluation (step 7); the first step is shown only if it is the only one.
     assert texts == ["step 2, after warm-up: 2.4 s", "step 7, slowest: 5.4 s", "step 12, last: 2.4 s"] or (
         len(texts) == 4 and "step 7, slowest: 5.4 s" in texts
     )
     heads, rows = found.table
     assert heads == ["share of the time that it waited", "all phases", "rollout"]
-    # Of 12 steps of 2.4 s and an evaluation of 3 s, rank 1 waits 0.05 s in each.
+    # Of 12 steps of 2.4 s and an evaluation of 3 s, rank 1 waits 0.05 s in each step.
     assert [cells for cells, _ in rows] == [
         ["all ranks", "0.9%", "0.9%"],
         ["rank 0", "0.0%", "0.0%"],
@@ -133,9 +133,9 @@ def test_of_many_ranks_some_are_shown_and_engines_wait_as_their_first_rank_does(
     for rank, waited in {12: 0.5, 14: 0.2, 15: 0.2, 18: 0.2, 19: 0.2}.items():
         if f"rank {rank}" in cells:
             assert cells[f"rank {rank}"][0] == f"{waited / 2.4:.1%}"
-    assert cells["rank 0"][0] == f"{0.1 / 2.4:.1%}"  # what waits for a batch does nothing else
+    assert cells["rank 0"][0] == f"{0.1 / 2.4:.1%}"  # a rank that waits for a batch is idle
     text = (folder / "timeline" / "rank-00000.jsonl").read_bytes()
-    (folder / "timeline" / "rank-00000.jsonl").write_bytes(text[:-30])  # cut by a kill
+    (folder / "timeline" / "rank-00000.jsonl").write_bytes(text[:-30])  # truncated by a kill
     assert draw_timeline([load_run(folder)]) is not None
 
 

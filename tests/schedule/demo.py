@@ -1,5 +1,4 @@
-"""The demo's task as other tests use it: a model that was warm-started for a moment, and runs of `megarl
-train` on it."""
+"""The demo's task for other tests: a briefly warm-started model, and runs of `megarl train` on it."""
 
 from __future__ import annotations
 
@@ -17,8 +16,11 @@ LIMIT = 240  # seconds for one run
 
 
 def megarl(*arguments: object, code: int = 0, forked: bool = True) -> subprocess.CompletedProcess[str]:
-    """`megarl ARGUMENTS` from the repository's root; its exit code must be `code`. forked: see
-    tests/commands.py."""
+    """Run `megarl ARGUMENTS` in the repository's root and assert its exit code.
+
+    Args:
+        forked: see tests/commands.py.
+    """
     words, environment = [str(one) for one in arguments], os.environ | {"OMP_NUM_THREADS": "1"}
     if forked:
         done = run_command(words, cwd=ROOT, env=environment, timeout=LIMIT)
@@ -34,7 +36,10 @@ def megarl(*arguments: object, code: int = 0, forked: bool = True) -> subprocess
 
 
 def make_warm_model(folder: Path, steps: int = 120) -> Path:
-    """Task and model of the demo, and a warm start that is too short to be good but ends its answers."""
+    """Write the demo's task and model, and warm-start it briefly.
+
+    The model is not good yet, but it ends its responses.
+    """
     from megarl_tasks.arithmetic import write_demo
 
     write_demo(folder, 0)
@@ -50,7 +55,7 @@ def make_warm_model(folder: Path, steps: int = 120) -> Path:
 def train(
     folder: Path, recipe: str, run_dir: Path, *overrides: str, forked: bool = True
 ) -> list[dict[str, Any]]:
-    """A short run of a recipe of 8 prompts x 4 responses; gives its metrics."""
+    """Run a recipe briefly with 8 prompts x 4 responses and return its metrics."""
     known = {"ppo": "vapo", "vapo": "vapo", "sao": "vapo", "tppo": "tppo"}
     config = f"configs/demos/{known.get(recipe, 'dapo')}.yaml"
     settings = (

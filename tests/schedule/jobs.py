@@ -1,4 +1,4 @@
-"""What ranks do in the tests of checkpoints: load at one layout, write again, and run steps."""
+"""Functions that the tests of checkpoints run on ranks: load at one layout, save again, and run steps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ from tests.checkpoints import save_checkpoint, save_model
 
 
 def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> str:
-    """Loads the newest checkpoint of the run `source`, exports the actor to config.run_dir/hf, writes a
-    checkpoint of its own there, and then one into the folder `full`, which has no room for the first rank's
-    part. Gives the message of the error that this ends with."""
+    """Load the newest checkpoint of the run `source`, then export and save it again.
+
+    The actor is exported to config.run_dir/hf and a checkpoint is written to config.run_dir. A last write
+    goes to the folder `full`, which has no space for the first rank's part.
+
+    Returns: the message of that last error.
+    """
     run = build_run(config, runtime)
     checkpoint, _ = find_checkpoint(source)
     assert checkpoint is not None
@@ -59,21 +63,23 @@ def write_again(runtime: Runtime, config: Config, source: Path, full: Path) -> s
 
 
 def train(runtime: Runtime, config: Config) -> None:
-    """Runs `config`."""
+    """Run `config`."""
     run = build_run(config, runtime)
     Trainer(run).train()
     run.close()
 
 
 def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -> str:
-    """Runs `config`, in which no file of one rank can grow beyond `size` bytes, and gives the message of the
-    error that this ends with."""
+    """Run `config` while no file of one rank can grow beyond `size` bytes.
+
+    Returns: the message of the resulting error.
+    """
     run, before = build_run(config, runtime), resource.getrlimit(resource.RLIMIT_FSIZE)
-    sys.dont_write_bytecode = True  # which Python 3.11 would cut off and believe
+    sys.dont_write_bytecode = True  # Python 3.11 would truncate bytecode files and trust them
     try:
         if runtime.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        with spared_output():  # as in a command: the test's own output may be longer
+        with spared_output():  # as in a command: the test's output may exceed the limit
             Trainer(run).train()
     except StorageError as error:
         return str(error)
@@ -85,7 +91,7 @@ def train_without_room(runtime: Runtime, config: Config, rank: int, size: int) -
 
 
 def generators_moved(runtime: Runtime, config: Config) -> list[str]:
-    """Runs `config` and gives the global random generators that it has drawn from or seeded."""
+    """Run `config` and return the global random generators that it used or seeded."""
     run = build_run(config, runtime)
     before = _generators()
     Trainer(run).train()
@@ -102,8 +108,10 @@ def _generators() -> dict[str, bytes]:
 
 
 def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...]) -> list[Outcome]:
-    """Runs `config`, unless it has been run, and replays steps of it, with nothing that draws responses or
-    brings weights to what does."""
+    """Run `config` unless it has run, then replay some of its steps.
+
+    The replays fail if they build an engine, a verifier pool or a weight synchroniser.
+    """
     if not (config.run_dir / "hf").exists():
         run = build_run(config, runtime)
         Trainer(run).train()
@@ -119,9 +127,11 @@ def train_and_replay(runtime: Runtime, config: Config, numbers: tuple[int, ...])
 
 
 def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]) -> tuple[str, list[bool]]:
-    """Runs `config`, in whose steps `bad` one rank's policy loss is not a number. Gives the message with
-    which it ends, if any, and whether the actor's weights have changed since the step before, at the
-    beginning of each step's updates."""
+    """Run `config`; in the steps `bad` the policy loss of the last rank is NaN.
+
+    Returns: the message of the final error, if any. Also, for the start of each step's updates, whether the
+        actor's weights have changed since the step before.
+    """
     run = build_run(config, runtime)
     actor, weights, changed = run.actor, [], []
     begin, gradients = actor.begin_step, actor.compute_gradients
@@ -153,9 +163,12 @@ def train_with_bad_losses(runtime: Runtime, config: Config, bad: tuple[int, ...]
 
 
 def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Runs `config` with an engine in which two tensors have each other's weights, or, where both names are
-    one, the two heads of it have. Gives the error with which it ends, if any, and which models were
-    updated."""
+    """Run `config` with an engine in which two tensors have swapped weights.
+
+    Where both names are equal, the tensor's two heads are swapped.
+
+    Returns: the final error, if any, and the models that were updated.
+    """
     plan_of = weight_sync.engine_plan
 
     def plan(*arguments: Any, **options: Any) -> Plan:
@@ -199,8 +212,11 @@ def train_with_swapped(runtime: Runtime, config: Config, swapped: tuple[str, ...
 
 
 def layers_from_folder(runtime: Runtime, config: Config) -> tuple[str, str, str]:
-    """What the comparison of layers says where only log-probs of the engine are to be had: of the weights in
-    the folder; of the actor's after a tensor in it was changed; and of these, as if they had been learned."""
+    """Compare layers with an engine that returns only log-probs.
+
+    Returns: three messages: for the folder's weights, for an actor with one changed tensor, and for the
+        same actor one step later. In the last case the change counts as learned.
+    """
     config.run_dir.mkdir(exist_ok=True)
     run = build_run(config, runtime)
     run.engine = None

@@ -1,5 +1,7 @@
-"""A run whose responses act, from the engine to the page: a tiny model that knows nothing, and an episode
-that calls the calculator whatever it writes."""
+"""A multi-turn run from the engine to the samples.
+
+An untrained tiny model, in an episode that always calls the calculator.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.schedule.demo import train
 
 
 async def episode(prompt: Prompt, policy: Policy) -> bool:
-    """Add 1 to the digits that the policy writes; right if they are two or more."""
+    """Add 1 to the digits that the policy writes; correct if there are at least two."""
     turn = await policy.generate(max_tokens=5)
     digits = re.sub(r"\D", "", turn.text) or "0"
     result = await policy.call("megarl_tasks.calculator:calc", f"{int(digits)} + 1")
@@ -31,7 +33,7 @@ async def episode(prompt: Prompt, policy: Policy) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["vapo", "dapo"])
 def test_a_run_of_calls(recipe: str, tmp_path: Path) -> None:
-    """What the tool gave stands in the samples as observed, and nothing of it is in a length."""
+    """Tool output is marked as observed in the samples, and no length counts it."""
     write_demo(tmp_path, 0)
     run_dir = tmp_path / recipe
     records = train(

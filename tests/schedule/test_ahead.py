@@ -1,4 +1,4 @@
-"""Rollouts elsewhere: the order of what the engines are told, and whole runs."""
+"""Disaggregated rollouts: the order of the engines' commands, and whole runs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ALONE: Any = SimpleNamespace(rank=0, world=1, cpu_group=None)
 
 
 def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through real sockets, encrypted, to whoever has a key of this job; nobody else is let in."""
+    """Messages pass through real encrypted sockets, only between processes with this job's key."""
     monkeypatch.setattr(secret, "_secret", bytes(range(32)))
     monkeypatch.setattr(ahead, "broadcast_from_rank_0", lambda ranks, value, kind: value)
     store = SignedStore(dist.HashStore())
     link = ControllerLink(SimpleNamespace(store=store, **vars(ALONE)))  # type: ignore[arg-type]
-    assert link.receive(0.0) is None  # nobody is there yet
+    assert link.receive(0.0) is None  # nothing is connected yet
     context, loop = zmq.asyncio.Context(), asyncio.new_event_loop()
     run = loop.run_until_complete
 
@@ -81,7 +81,7 @@ def test_orders_come_in_order_and_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Engines:
-    """What is told to engines, and their answers: one order is carried out whenever somebody looks."""
+    """Record the commands to engines and answer them: each poll for an answer executes one command."""
 
     def __init__(self) -> None:
         self.orders: list[m.Order] = []
@@ -102,7 +102,7 @@ class Engines:
         return SimpleNamespace(send=self.orders.append, receive=hear)
 
     def sync(self, version: int) -> TransferStats:
-        """The engines take part once they come to the order; nothing may stand before it."""
+        """Engines join a transfer when they reach its command; no command may precede it."""
         assert self.orders == [m.TransferWeights(version)], (
             "trainers wait in a transfer for engines that still draw"
         )
@@ -119,7 +119,7 @@ def meet(there: RemoteGeneration, *, wait: bool) -> None:
 
 @given(st.integers(0, 2), st.integers(1, 8), st.integers(0, 7), st.data())
 def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, done: int, data: Any) -> None:
-    """Whatever time drawing and training take: step k with the weights after step k - 1 - ahead."""
+    """Step k is sampled with the weights after step k - 1 - ahead, at any speed of sampling and training."""
     done = min(done, steps - 1)
     engines = Engines()
     config: Any = SimpleNamespace(
@@ -158,7 +158,7 @@ def test_ranks_that_only_generate_are_behind_the_trainers() -> None:
 
 
 def test_an_engine_that_is_started_anew_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While trainers go on, which have changed the actor meanwhile, and which must not be waited for."""
+    """The trainers have changed the actor meanwhile and keep training; the copy must not wait for them."""
     calls: list[Any] = []
     met: list[Any] = []
 
@@ -218,7 +218,7 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_apart_and_in_turn_is_what_it_was(warm: Path, tmp_path: Path) -> None:
-    """Ranks of their own change nothing but where responses are drawn; nor does a second engine."""
+    """Dedicated rollout ranks change only where responses are sampled; so does a second engine."""
     file = warm / "eval.jsonl"
     sets = f"data.eval=[{file}, {{path: {file}, name: often, every: 2, samples: 2}}]"
     keys = ("steps=3", "parallel.tp=1", "evaluation.max_problems=4", sets)
@@ -235,17 +235,17 @@ def test_apart_and_in_turn_is_what_it_was(warm: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dapo", "vapo", "tppo", "sao", "grpo"])
 def test_two_runs_ahead_are_one(warm: Path, tmp_path: Path, recipe: str) -> None:
-    """And a step of one can be done again on one rank."""
+    """One step can also be replayed on one rank."""
     keys = ("steps=3", "parallel.tp=1", "parallel.rollout_ranks=1", "schedule.ahead=1", "checkpoint.every=1")
     keys += ("checkpoint.rollouts=true", "checkpoint.keep=0")
     if recipe in ("vapo", "tppo", "sao"):
         keys += ("value_pretraining.steps=1",)
     if recipe == "sao":
         keys += ("rollout.prompts=32", "rollout.group_size=1")
-    # What a trace shows does not depend on the recipe.
+    # A trace's content does not depend on the recipe.
     profiled = ("log.profile=1",) if recipe == "dapo" else ()
     one = train(warm, recipe, tmp_path / "one", *keys, *profiled)
-    # One of the recipes also with another hash seed.
+    # Only vapo also gets another hash seed.
     other = train(warm, recipe, tmp_path / "other", *keys, forked=recipe != "vapo")
     assert numbers(one) == numbers(other)
     if profiled:
@@ -254,7 +254,7 @@ def test_two_runs_ahead_are_one(warm: Path, tmp_path: Path, recipe: str) -> None
         assert phases == [{"rollout", "actor_update"}, {"rollout"}]  # the second rank only generates
         assert all("train step 2" in {event["name"] for event in trace} for trace in traces)
     staleness = [record["staleness/max"] for record in one if record["stage"] == "train"]
-    # Of the oldest token: with windows that of the first one.
+    # Staleness of the oldest token; with windows, that is the first token's.
     assert staleness == ([0.0, 1.0, 2.0] if recipe == "tppo" else [0.0, 1.0, 1.0])
     from tests.schedule.demo import megarl
 

@@ -1,4 +1,4 @@
-"""Sets of held-out problems: what is evaluated after which step, in a plan and in runs."""
+"""Sets of held-out problems: which are evaluated after which step, in a plan and in runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_when_a_set_is_evaluated(steps: int, every: int, own: int | None) -> Non
 
 
 def recorded(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
-    """The records of a run without what depends on the clock, and its answers."""
+    """Return a run's records without values that depend on the clock, and its responses."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in record.items() if not k.startswith((*TIMES, "memory"))} for record in records]
     return kept, (run_dir / "evaluations.jsonl").read_text()
@@ -37,7 +37,7 @@ def recorded(run_dir: Path) -> tuple[list[dict[str, Any]], str]:
 def test_a_run_evaluates_each_set_at_its_own_steps(
     ranks: Callable[..., RankPool], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """And does so again when it continues from a checkpoint between two of them."""
+    """The schedule is the same when a run continues from a checkpoint between two evaluations."""
     write_task(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     for name, some in (("easy", rows[:4]), ("hard", rows[4:7]), ("rare", rows[7:9])):
@@ -65,7 +65,7 @@ def test_a_run_evaluates_each_set_at_its_own_steps(
     }
     whole = {"of_easy", "hard", "rare"}
     assert found == {0: whole, 2: whole - {"rare"}, 3: {"rare"}, 4: whole}
-    for step in (0, 2, 4):  # the headline is of the same problems each time
+    for step in (0, 2, 4):  # the headline covers the same problems each time
         record = evaluations[step]
         assert (record["eval/problems"], record["eval/of_easy/problems"], record["eval/hard/k"]) == (7, 4, 2)
         mean = (4 * record["eval/of_easy/avg"] + 3 * record["eval/hard/avg"]) / 7

@@ -1,4 +1,4 @@
-"""Numbers that are not finite end a step, and after some in a row the run; thresholds give a line each."""
+"""Non-finite numbers end a step, and several such steps the run; thresholds log one line each."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def test_a_bad_weight_stops_at_once() -> None:
 
 
 def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
-    """In a row, over a resumption too; one verdict is enough to go on, and a step of recipe sft has no
-    answers."""
+    """Only steps in a row count, also across a resumption. One graded response resets the count.
+
+    A step of recipe sft has no responses and does not count.
+    """
     guards = Guards(GuardConfig(unverified_steps=2))
     errors = {"ValueError: odd": 2, "TypeError: getcwd() takes no arguments": 6}
     (line,) = guards.count_ungraded({"reward/unverified": 1.0}, errors)
@@ -71,7 +73,7 @@ def test_the_run_stops_after_so_many_steps_without_a_verdict() -> None:
         ConfigError, match=r"^guard\.unverified_steps: every response of 2 steps in a row had an error"
     ):
         resumed.check_graded()
-    # of a checkpoint from before there was this count
+    # a checkpoint from before this count existed
     resumed.load_state_dict({"skipped": 0, "length": None})
     resumed.check_graded()
 
@@ -110,15 +112,15 @@ def test_alarms(metrics: dict[str, float], words: str) -> None:
 @pytest.mark.parametrize(
     ("key", "limit", "share", "course", "alarms"),
     [
-        # An early rise is the new highest; a slow fall is seen as a steep one is.
+        # An early rise is the new maximum; a slow fall is found like a steep one.
         ("policy/entropy", "entropy_collapse", 0.1, [0.2, 0.5, 0.3, 0.1, 0.051, 0.049, 0.03], [5]),
-        # Once, and again after it has recovered.
+        # One alarm, and another after a recovery.
         ("response/length_mean", "length_collapse", 0.5, [90.0, 100.0, 49.9, 40.0, 50.0, 45.0], [2, 5]),
         ("response/length_mean", "length_collapse", 0.5, [100.0, 60.0, 50.0, 55.0], []),
     ],
 )
 def test_collapse(key: str, limit: str, share: float, course: list[float], alarms: list[int]) -> None:
-    """By its default limit, over a resumption at any step too."""
+    """This holds for the default limit, also with a resumption after any step."""
     found = []
     guards = Guards(GuardConfig())
     for step, value in enumerate(course):
@@ -129,15 +131,18 @@ def test_collapse(key: str, limit: str, share: float, course: list[float], alarm
         resumed = Guards(GuardConfig())
         resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
         guards = resumed
-        guards.count_success({"value/loss": 1.0}, step + 1)  # a step that does not have it changes nothing
+        guards.count_success({"value/loss": 1.0}, step + 1)  # a step without the metric changes nothing
     assert found == alarms
     off = Guards(GuardConfig(**{limit: None}))
     assert [off.count_success({key: value}, 1) for value in course] == [[]] * len(course)
 
 
 def test_windows_of_responses_are_no_change_of_length() -> None:
-    """Responses of three windows of at most 16 tokens, of a policy that does not change, after whole ones in
-    value pretraining: only short ones end at first."""
+    """With partial rollout windows, short responses finish first; that raises no alarm.
+
+    The policy is constant. Responses span up to three windows of 16 tokens, after complete ones in value
+    pretraining.
+    """
     guards = Guards(GuardConfig(), RolloutConfig(max_response_tokens=48, window=16).windows)
     whole = [guards.count_success({"response/length_mean": 30.0}, number) for number in (1, 2, 3)]
     ended = enumerate([7.0, 22.0, 40.0, 31.0], 1)
@@ -147,7 +152,7 @@ def test_windows_of_responses_are_no_change_of_length() -> None:
 
 
 def drawn(rng: random.Random, scale: float, prompts: int, size: int, between: float) -> dict[str, float]:
-    """Return the metrics of `size` responses to each of some prompts, of lengths about `scale`."""
+    """Return metrics of `size` responses for each of `prompts` prompts, with lengths of about `scale`."""
     groups = []
     for uid in range(prompts):
         of_prompt = scale * rng.lognormvariate(0, between)
@@ -167,9 +172,10 @@ def drawn(rng: random.Random, scale: float, prompts: int, size: int, between: fl
 def test_noise_of_few_responses_is_no_alarm_and_a_change_is_one(
     prompts: int, size: int, between: float
 ) -> None:
-    """A policy that stays as it is, over a thousand steps: the limit without a look at standard errors is
-    crossed tens of times in them. Responses four times as long, or a sixth as long: found within six steps
-    in nine cases of ten at least."""
+    """A constant policy over 1,000 steps: a limit without standard errors is crossed tens of times.
+
+    Responses of four times or a sixth of the length are found within six steps in at least nine of ten cases.
+    """
     rng = random.Random(0)
 
     def step(scale: float = 300.0) -> dict[str, float]:
@@ -198,8 +204,10 @@ def test_noise_of_few_responses_is_no_alarm_and_a_change_is_one(
 
 
 def test_the_standard_error_of_lengths_by_hand() -> None:
-    """Of prompts, not of responses: with one response each it is that of any mean, and responses that repeat
-    their prompt's length add nothing."""
+    """The standard error is over prompts, not responses.
+
+    With one response per prompt it is that of an ordinary mean. Equal responses to one prompt add nothing.
+    """
 
     def of(*lengths: tuple[int, ...]) -> float | None:
         made = [
@@ -222,7 +230,7 @@ def test_the_standard_error_of_lengths_by_hand() -> None:
 def test_a_record_that_finds_no_room_ends_the_run_on_every_rank(
     tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Rank 0 alone writes the first evaluation's record: no other rank may wait for it."""
+    """Only rank 0 writes the first evaluation's record; no other rank may wait for it."""
     prepare(tmp_path)
     config = make_config(tmp_path, "run")
     expected = f"{config.run_dir}/metrics.jsonl: cannot be written: File too large (make room; "
@@ -235,8 +243,7 @@ def test_a_record_that_finds_no_room_ends_the_run_on_every_rank(
 def test_a_run_leaves_out_what_is_not_finite(
     tmp_path: Path, ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Step 2's loss is not a number on one rank: its update is left out on both and its batch kept, then the
-    run goes on."""
+    """Step 2's loss is NaN on one rank. Both ranks skip the update and save the batch; the run continues."""
     prepare(tmp_path)
     keys = {"steps": 3, "evaluation": {"every": 0}, "value_pretraining": {"steps": 1}}
     config = make_config(tmp_path, "once", **keys)

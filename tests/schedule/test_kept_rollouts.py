@@ -1,5 +1,7 @@
-"""Value-pretraining rollouts on disk: another critic is fitted to them without sampling, in the same bits;
-none is taken for another."""
+"""Stored value-pretraining rollouts: another critic trains on them bitwise equal, without sampling.
+
+A rollout of other sampling settings is refused.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, name: str, **keys: Any) -> Config:
-    """VAPO with dynamic sampling, whose surplus goes from value pretraining's last rollout into the first
-    step."""
+    """Return a VAPO run with dynamic sampling.
+
+    The surplus of value pretraining's last rollout is used in the first step.
+    """
     base: dict[str, Any] = {
         "recipe": "vapo",
         "steps": 1,
@@ -68,7 +72,7 @@ def config_of(folder: Path, name: str, **keys: Any) -> Config:
 
 
 def execute(runtime: Runtime, config: Config) -> int:
-    """A whole run; gives how often this rank's engine was asked for responses."""
+    """Run `config` and return how often this rank's engine was asked for responses."""
     config.run_dir.mkdir(exist_ok=True)
     run = build_run(config, runtime)
     assert run.engine is not None
@@ -104,7 +108,7 @@ def reused(run_dir: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def first(folder: Path, ranks: Ranks) -> Path:
-    """A run of two replicas that has kept its three rollouts."""
+    """Run with two replicas and keep its three rollouts."""
     ranks(1, 1, 2).run(execute, config=config_of(folder, "first"))
     assert reused(folder / "first") == [0, 0, 0]
     return folder / "first" / "value_pretraining"
@@ -128,8 +132,10 @@ def test_reused_rollouts_give_the_same_bits(folder: Path, first: Path, ranks: Ra
 
 @pytest.mark.slow
 def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> None:
-    """Another size, family, rate, number of passes, lambda and mini-batch, fewer rollouts: the same as
-    without reuse."""
+    """A critic with other settings and fewer rollouts gives the same numbers as without reuse.
+
+    Its size, family, learning rate, epochs, lambda and mini-batch differ.
+    """
     other = {
         "critic": {"lr": 3e-3, "path": folder / "critic", "epochs": 2, "mini_batch": 6},
         "algorithm": {"lambda_critic": 0.9, "value_clip": 0.2},
@@ -151,7 +157,7 @@ def test_another_critic_takes_them(folder: Path, first: Path, ranks: Ranks) -> N
 def test_a_critic_of_another_size_and_family_at_any_layout(
     layout: tuple[int, int, int], folder: Path, first: Path, ranks: Ranks
 ) -> None:
-    """Larger than the actor this time; fitted to the same rollouts its numbers are those of one rank."""
+    """This critic is larger than the actor; on the same rollouts its numbers equal those of one rank."""
     large = folder / "large_critic"
     if not large.exists():
         make_tiny_model(large, "qwen2", layers=4, hidden=64, heads=8, kv_heads=4, ffn=96)
@@ -178,7 +184,7 @@ def test_a_critic_of_another_size_and_family_at_any_layout(
 def test_a_damaged_file_is_named_and_sampled_again_and_more_rollouts_follow(
     folder: Path, first: Path, ranks: Ranks
 ) -> None:
-    """At another layout, too: the responses are the same."""
+    """A replacement has the same responses."""
     kept = shutil.copytree(first, folder / "damaged")
     with open(kept / "step-000002/rank-00001.safetensors", "r+b") as file:
         file.seek(-100, os.SEEK_END)
@@ -243,15 +249,17 @@ def test_rollouts_of_something_else_are_refused(
 
 
 def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tokens and columns of a rollout, on one rank, and its state."""
+    """Return the tokens and columns of a rollout, read on one rank, and its state."""
     batch, state = read_rollout(folder, number, runtime)
     assert len(batch.rows) == batch.num_sequences
     return {"tokens": batch.own.tokens, **batch.own.columns, **batch.columns}, state
 
 
 def batch_of_turns(rank: int) -> RolloutBatch:
-    """What a rank of two has of five responses to one prompt of two tokens, with observations at their
-    begin and between; the third was not graded."""
+    """Return one of two ranks' part of five responses to a prompt of two tokens.
+
+    Observations stand at their start and between; the third response is empty, as if it were ungraded.
+    """
     g, observed = torch.Generator().manual_seed(3), ((), (1, 2), (), (0, 3), (4,))
     sizes = [3, 5, 0, 6, 7]
     whole = TrainBatch.build([[1, 2]] * 5, [torch.randint(3, 99, (n,), generator=g).tolist() for n in sizes])
@@ -272,7 +280,7 @@ def batch_of_turns(rank: int) -> RolloutBatch:
 
 
 def keep_and_read(runtime: Runtime, folder: Path) -> bool:
-    """Asserts that a batch of several turns is read as it was written; gives whether it has observations."""
+    """Assert that a multi-turn batch is read as it was written; return whether it has observations."""
     written = batch_of_turns(runtime.rank)
     RolloutStore(folder, runtime, "key", "remedy").write(4, written, {"stats": {"a": 1.5}})
     found, state = read_rollout(folder, 4, runtime)
@@ -323,7 +331,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
 def test_damage_is_found_wherever_it_is(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """A bit flipped or the end lost: one line that names the file, never another experience."""
+    """After a flipped bit or a truncation, reading fails in one line with the file's name, or is correct."""
     path, experience = tmp_path_factory.mktemp("damage") / "x.safetensors", make_experience()
     write_batch(path, experience)
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What is on the device in which phase: by declaration, in the books, and in a run that really offloads."""
+"""Which tensor groups are on the device in each phase: declared, tracked, and in a run that offloads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ASYPPO: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "agreement": {"filter": 0.2}},
     "critic": {"count": 2},
 }
-# Configurations and stages.
+# Configuration and stage by name.
 STEPS: dict[str, tuple[Config, str]] = {
     "grpo": (make_config(recipe="grpo"), TRAIN),
     "grpo with kl": (make_config(recipe="grpo", algorithm={"kl_weight": 0.1}), TRAIN),
@@ -130,7 +130,7 @@ def test_declarations_that_contradict_are_found() -> None:
 
 
 class Group(OffloadGroup):
-    """A tensor that notes its moves: (its group's name, whether it was loaded)."""
+    """A tensor that records its moves: (group name, whether it was onloaded)."""
 
     def __init__(
         self, name: str, tensor: torch.Tensor, pool: HostPool, moves: list[tuple[str, bool]]
@@ -179,7 +179,7 @@ def test_what_leaves_leaves_before_anything_comes(keep: tuple[str, ...]) -> None
 
 
 def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
-    """Trainers that wait for responses have no engine to make room for."""
+    """Trainers that wait for remote responses have no local engine to make room for."""
     moves: list[tuple[str, bool]] = []
     offload, _ = make_manager(moves=moves)
     residency = Residency(offload, {})
@@ -195,7 +195,7 @@ def test_a_phase_of_engines_elsewhere_moves_nothing() -> None:
     "name", ["vapo", "vapo with kl", "value pretraining", "sft", "dapo with a reward model"]
 )
 def test_what_is_printed_is_on_the_gpu(name: str, remote_ranks: int, keep: tuple[str, ...]) -> None:
-    """`megarl config phases` prints the groups that are there in the second step of a run."""
+    """`megarl config phases` prints the groups that are on the device in a run's second step."""
     config, stage = STEPS[name]
     sizes = config.parallel.model_copy(update={"rollout_ranks": remote_ranks})
     keeps = config.residency.model_copy(update={"keep": keep})
@@ -227,8 +227,11 @@ def test_guests_leave_again() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_critics_travel_as_often_as_is_planned(count: int) -> None:
-    """A step as ranks make it: of two critics the second is there when the values are known, and the first is
-    fetched again for its update."""
+    """One step as ranks run it.
+
+    Of two critics the second is on the device once the values are computed; the first is onloaded again for
+    its update.
+    """
     plan = plan_32b("recipe=vapo", f"critic.count={count}", "parallel.tp=4", "parallel.pp=4", "parallel.dp=8")
     moves: list[tuple[str, bool]] = []
     offload, pool = OffloadManager(CPU, plan.keep), HostPool(CPU, 1024)
@@ -236,7 +239,7 @@ def test_critics_travel_as_often_as_is_planned(count: int) -> None:
         for _ in range(count if name.startswith("critic.") else 1):
             offload.register({name: Group(name, torch.ones(4), pool, moves)})
             offload.onload("start", ())
-    for _ in range(2):  # the second begins as it ends
+    for _ in range(2):  # the second step starts in the state in which it ends
         moves.clear()
         for phase in plan.phases:
             for number in range(count if phase.model == "critic" else 1):
@@ -258,7 +261,7 @@ def test_teachers_take_turns(stay: bool) -> None:
     def there() -> list[int]:
         return [i for i, tensor in enumerate(tensors) if tensor.untyped_storage().nbytes()]
 
-    for i, tensor in enumerate(tensors):  # as they are built
+    for i, tensor in enumerate(tensors):  # in the order in which models are built
         assert there() == [*range(0 if stay else i, 3)]
         offload.register({name: OffloadGroup(lambda tensor=tensor: [tensor], CPU, pool, "constant")})
         offload.onload("start", ())
@@ -328,10 +331,12 @@ def test_contradictions(residency: dict, complaint: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # four runs, each with a limit of its own
+@pytest.mark.timeout(1500)  # four runs, each with its limit
 def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """All tensor groups: actor, critic, reference, engine; value pretraining, whose engine must get its
-    weights again; checkpoints."""
+    """All groups are offloaded: actor, critic, reference, engine.
+
+    The run includes checkpoints and value pretraining, after which the engine needs its weights again.
+    """
     warm = make_warm_model(tmp_path, 40)
     options = [
         "value_pretraining.steps=2",
@@ -370,8 +375,8 @@ def test_a_run_that_offloads_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert len({before[name] for name in phases_there}) == 1, "everything stays"
     assert all(after[name] < before[name] for name in phases_there)
     assert before["memory/host"] == 0 < after["memory/host"]
-    # A checkpoint that was written between moves is the same too: the last step again from the one before it,
-    # without moves.
+    # A checkpoint written while groups are offloaded is equal too: repeat the last step from it without
+    # offloading.
     shutil.rmtree(tmp_path / "true" / "checkpoints" / "step-000002")
     again = train(warm, "vapo", tmp_path / "true", "residency.offload=false", *options)
     assert comparable(again)[-2:] == comparable(stays)[-2:]

@@ -1,5 +1,7 @@
-"""The parity gate: an engine whose weights are wrong ends the run before its first update, in one line that
-names the layer; a run that is right goes on, in each precision and after a resumption."""
+"""The parity gate: wrong engine weights end the run before its first update and name the layer.
+
+A correct run continues in each precision, also after it is resumed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, run: Path, name: str = "deep", **keys: Any) -> Config:
-    """A run of one step in FP32 that samples twice: without pretraining, evaluation and checkpoints."""
+    """Return a run of one FP32 step without pretraining, evaluation and checkpoints."""
     settings: dict[str, Any] = {
         "run_dir": run,
         "steps": 1,
@@ -65,7 +67,7 @@ def config_of(folder: Path, run: Path, name: str = "deep", **keys: Any) -> Confi
 
 
 FAULTS = [
-    # layout, model, the targets that get each other's weights, what the line says of them
+    # layout, model, targets whose weights are swapped, what the error message contains
     ((1, 1, 1), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by "),
     pytest.param((2, 2, 1), "deep", GATE_UP, "layer 2 (of 0 to 3), MLP: by ", marks=pytest.mark.slow),
     pytest.param(
@@ -100,8 +102,7 @@ def test_the_layer_is_named(
     ranks: Pool,
     tmp_path: Path,
 ) -> None:
-    """Two tensors of the plan get each other's weights, or the heads of one change places. Every rank ends
-    with the same line, before any update."""
+    """Two tensors, or the heads of one, are swapped. Every rank ends with the same line before any update."""
     tp, pp, dp, ep, cp, vpp = (*layout, 1, 1, 1)[:3] + (*layout[3:], 1, 1, 1)[:3]
     parallel = {"tp": tp, "pp": pp, "ep": ep, "cp": cp, "vpp": vpp}
     config = config_of(folder, tmp_path / "run", model, parallel=parallel)
@@ -120,7 +121,7 @@ def test_the_layer_is_named(
     assert len(shares) == 3 + 5 * (2 if model == "experts" else 4)
     first = next(name for name, share in shares.items() if share > 1e-3)
     assert first == words.removeprefix("engine's in ").removesuffix(": by ")
-    # Each part was given the trainer's input: a fault stays where it is.
+    # Each part got the trainer's input, so an error does not propagate to later layers.
     faulty = [name for name, share in shares.items() if share > 1e-3]
     assert all(name.split(",")[0] == first.split(",")[0] for name in faulty if swapped == GATE_UP), faulty
 
@@ -128,8 +129,10 @@ def test_the_layer_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_that_is_right_goes_on(dtype: str, folder: Path, ranks: Pool, tmp_path: Path) -> None:
-    """From the beginning and after a resumption; both have compared, as an engine that is wrong from then on
-    shows. Without a limit nothing ends it."""
+    """A new and a resumed run both compare: an engine with wrong weights ends the run in the step after.
+
+    With no limit it does not end.
+    """
     keys = {"model": {"dtype": dtype}, "checkpoint": {"every": 1}, "parallel": {"tp": 2}}
     pool = ranks(2, 1, 1)
     for steps, swapped, guard, end in (
@@ -138,7 +141,7 @@ def test_a_run_that_is_right_goes_on(dtype: str, folder: Path, ranks: Pool, tmp_
         (3, GATE_UP, {"parity_layers": True}, "ParityError 2: guard.parity: in train step 3 "),
         (3, GATE_UP, {"parity": "none", "parity_layers": False}, ""),
     ):
-        if dtype == "bf16":  # in a model of random weights rounding to bf16 hides the fault
+        if dtype == "bf16":  # with random weights, rounding to bf16 hides the error at the default limit
             guard = {"parity": 0.004, **guard} if swapped else guard
         config = config_of(folder, tmp_path / "run", steps=steps, guard=guard, **keys)
         for line, updated in pool.run(train_with_swapped, config=config, swapped=swapped):
@@ -153,8 +156,10 @@ def test_a_run_that_is_right_goes_on(dtype: str, folder: Path, ranks: Pool, tmp_
 
 
 def test_value_pretraining_is_not_wasted(folder: Path, ranks: Pool, tmp_path: Path) -> None:
-    """Nor a run whose ratio is to the engine's own log-probs: where no phase computes the trainer's, the gate
-    does."""
+    """The gate also protects a run whose ratio uses the engine's log-probs.
+
+    There no phase computes the trainer's log-probs, so the gate computes them.
+    """
     pool = ranks(1, 1, 1)
     for name, keys, stage, cases in (
         ("vapo", {"value_pretraining": {"steps": 2}}, "value pretraining", (GATE_UP,)),
@@ -169,8 +174,10 @@ def test_value_pretraining_is_not_wasted(folder: Path, ranks: Pool, tmp_path: Pa
 
 
 def test_against_a_model_from_the_folder(folder: Path, ranks: Pool, tmp_path: Path) -> None:
-    """With an engine of which only log-probs are to be had: a trainer that is wrong is told from an engine
-    that is, from the weights that the run began with and from those that it has learned."""
+    """With an engine that returns only log-probs, a wrong trainer is distinguished from a wrong engine.
+
+    This works for the initial weights, from the folder, and for learned ones.
+    """
     config = config_of(folder, tmp_path / "run", parallel={"tp": 2})
     for right, wrong, learned in ranks(2, 1, 1).run(layers_from_folder, config=config):
         assert right.startswith(
@@ -186,7 +193,7 @@ def test_against_a_model_from_the_folder(folder: Path, ranks: Pool, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_command_ends_with_one_line_and_can_be_given_again(folder: Path, tmp_path: Path) -> None:
-    """With a limit of 0 any run ends; with another the same command begins it again, in the same folder."""
+    """A limit of 0 ends any run; with another limit the same command restarts it in the same folder."""
     config = config_of(folder, tmp_path / "run", parallel={"tp": 2}, checkpoint={"every": 1})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     done = megarl("train", tmp_path / "run.yaml", "guard.parity=0", code=2)
@@ -203,8 +210,10 @@ def test_the_command_ends_with_one_line_and_can_be_given_again(folder: Path, tmp
 
 @pytest.mark.slow
 def test_engines_of_their_own_that_are_ahead(folder: Path, tmp_path: Path) -> None:
-    """A start's first responses are of the trainer's weights where nothing was in flight, and the trainers
-    have no engine to look into."""
+    """Disaggregated engines: the trainers cannot inspect an engine's layers.
+
+    The first responses after a start come from the trainer's weights if none were in flight.
+    """
     keys = {**ahead_by(1), "checkpoint": {"every": 1}}
     (tmp_path / "run.yaml").write_text(dump_config(config_of(folder, tmp_path / "run", steps=3, **keys)))
     done = megarl("train", tmp_path / "run.yaml", "guard.parity=0", code=2)
@@ -222,7 +231,7 @@ def test_tokens_of_other_weights_do_not_count() -> None:
     batch = TrainBatch.build([[1, 2], [3], [4]], [[5, 6], [7], [8, 9, 10]])
     batch["policy_version"] = torch.tensor([3, 4, 3])
     assert mask_comparable(batch, 4).nonzero()[:, 0].tolist() == [5]
-    # With versions of tokens, the newer part of a continued response counts.
+    # With versions per token, the newer part of a continued response counts.
     versions = torch.full((batch.num_tokens,), 3, dtype=torch.int32)
     versions[[0, 3, 5, 8, 9]] = 4
     batch["token_versions"] = versions
@@ -244,7 +253,7 @@ def sglang(**options: str) -> dict[str, Any]:
         ("fp8", {"model": {"dtype": "bf16", "fp8": {"format": "hybrid"}}}),
         ("fp8", sglang(kv_cache_dtype="fp8_e5m2")),
         ("fp8", sglang(quantization="fp8")),
-        # Another engine is not given them.
+        # Engines other than SGLang do not get these options.
         ("fp32", {"model": {"dtype": "fp32"}, "rollout": {"engine_options": {"dtype": "bfloat16"}}}),
     ],
 )

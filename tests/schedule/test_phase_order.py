@@ -1,4 +1,4 @@
-"""`megarl config phases` prints the order that a run takes."""
+"""`megarl config phases` prints the order in which a run executes its phases."""
 
 from __future__ import annotations
 

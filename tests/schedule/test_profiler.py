@@ -1,4 +1,4 @@
-"""`log.profile`: which steps are traced, and what a trace shows of a rank and its phases."""
+"""`log.profile`: which steps are traced, and what a rank's trace contains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.schedule.jobs import train
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace that lasted (Perfetto's `X`), and those that name processes."""
+    """Return a trace's events with a duration (Perfetto's `X`), and those that name processes (`M`)."""
     with gzip.open(path, "rt") as file:
         return [event for event in json.load(file)["traceEvents"] if event["ph"] in "XM"]
 
@@ -61,12 +61,14 @@ def test_a_run_traces_the_steps_after_its_first(ranks: Callable[..., RankPool], 
             for event in found
             if event["name"] == "aten::mm" and update["ts"] <= event["ts"] <= update["ts"] + update["dur"]
         ]
-        assert len(inside) > 20  # forward and backward of some micro-batches
+        assert len(inside) > 20  # forward and backward of several micro-batches
 
 
 def traced(folder: Path, longest: int) -> tuple[Counter[str], list[str]]:
-    """Three steps of two phases, one product each, the second step traced: how often each name is in the
-    trace, and the files."""
+    """Run three steps of two phases with one matrix product each, and trace the second step.
+
+    Returns: how often each name occurs in the trace, and the files.
+    """
     config: Any = SimpleNamespace(
         run_dir=folder,
         log=SimpleNamespace(profile=1),
@@ -95,7 +97,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile").write_text("in the way")
-    with pytest.raises(NotADirectoryError):  # of this test's own look into the folder
+    with pytest.raises(NotADirectoryError):  # from this test, which lists the folder
         traced(tmp_path, 80)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"megarl: {tmp_path / 'profile'}: cannot be written: ") and "continues" in line

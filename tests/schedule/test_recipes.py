@@ -1,5 +1,4 @@
-"""Every recipe on real ranks: what it records; a seed gives the same run again; the layout does not change
-what is sampled."""
+"""Every recipe on real ranks: its records, equal runs for equal seeds, equal samples at any layout."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_offload import ORDERS
 
 UNREPEATABLE = ("time/", "inside/", "throughput/", "memory_all/")
-OF_A_RANK = ("mismatch/", "transfer/", "memory/")  # depends on how the work is laid out
+OF_A_RANK = ("mismatch/", "transfer/", "memory/")  # depends on the layout
 
 
 def make_reward_model(source: Path, folder: Path) -> Path:
-    """A sequence classifier of one label with the body and the tokenizer of `source`, its head random."""
+    """Write a one-label sequence classifier with a random head and the body and tokenizer of `source`."""
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
     model.score.weight.data.normal_(0.0, 0.2)
@@ -38,8 +37,10 @@ def make_reward_model(source: Path, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
-    """Its scores are those of transformers, and are in the rewards of every response that is trained on, on
-    every replica; with a critic it also scores the rollouts of value pretraining."""
+    """Its scores equal transformers' and are part of every trained response's reward, on each replica.
+
+    With a critic it also scores the rollouts of value pretraining.
+    """
     scorer = make_reward_model(warm / "sft" / "hf", tmp_path / "scorer")
     options = [f"reward.model.path={scorer}", "reward.model.weight=0.5", "residency.offload=true"]
     dapo = ["parallel.tp=1", "parallel.dp=2", "checkpoint.rollouts=true", "log.samples=8"]
@@ -63,7 +64,7 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
         assert sample.reward is not None and min(abs(sample.reward - reward) for reward in rewards) < 1e-4
         assert sample.reward not in (1.0, -1.0)
 
-    # One of the rewards that GDPO normalises, and one that is only measured.
+    # First it is one of the rewards that GDPO normalises, then it is only measured.
     for weight, punished in ((0.5, "false"), (0.0, "true")):
         more = [f"reward.model.weight={weight}", f"reward.overlong.soft_punishment={punished}", "steps=1"]
         records = train(warm, "gdpo", tmp_path / f"gdpo-{weight}", *options, *more)
@@ -78,7 +79,7 @@ def test_a_reward_model(warm: Path, tmp_path: Path) -> None:
 
 
 def make_teacher(warm: Path, folder: Path, layers: int) -> Any:
-    """A random model of another size than the policy, which it writes into `folder`."""
+    """Write a random model of another size than the policy to `folder`, and return it."""
     torch.manual_seed(layers)
     sizes = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
     config = AutoConfig.from_pretrained(warm / "sft" / "hf", **sizes, intermediate_size=96)
@@ -95,8 +96,7 @@ def first_batch(run_dir: Path) -> TrainBatch:
 
 @pytest.mark.slow
 def test_a_teacher(warm: Path, tmp_path: Path) -> None:
-    """One of another size: its log-probs are those of transformers, on every layout, and what the policy
-    does is drawn to what it says though no reward says so."""
+    """The log-probs of a teacher of another size equal transformers' on every layout."""
     model = make_teacher(warm, tmp_path / "teacher", 3)
     common = [f"teacher.path={tmp_path / 'teacher'}", "checkpoint.rollouts=true", "residency.offload=true"]
     for name, layout in {"dp": ["parallel.tp=1", "parallel.dp=2"], "tp": ["parallel.tp=2"]}.items():
@@ -114,9 +114,11 @@ def test_a_teacher(warm: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
-    """Two teachers of unlike sizes take turns, and every third prompt has none: the sampled token's log-ratio
-    with transformers' log-probs, and the KL over the likeliest tokens and the rest, whose loss is that of the
-    policy as it was."""
+    """Two teachers of different sizes alternate on the device, and every third prompt has none.
+
+    Checked against transformers: the log-ratio of the sampled tokens, and the KL over the most likely tokens
+    and the rest, for the policy before its update.
+    """
     models = [make_teacher(warm, tmp_path / name, layers) for name, layers in (("a", 2), ("b", 4))]
     policy = AutoModelForCausalLM.from_pretrained(warm / "sft" / "hf", dtype=torch.float32)
     rows = [json.loads(line) for line in (warm / "train.jsonl").read_text().splitlines()]
@@ -131,7 +133,7 @@ def test_teachers_by_source(warm: Path, tmp_path: Path) -> None:
             return model(tokens[None]).logits[0, :-1].log_softmax(-1)
 
     def means(batch: TrainBatch, number: Callable[..., list[torch.Tensor]]) -> list[float]:
-        """The share of response tokens that have a teacher, and means over these."""
+        """Return the fraction of response tokens with a teacher, and means over those tokens."""
         found, ends = [], batch.cu_seqlens.tolist()
         for (a, b), teacher in zip(pairwise(ends), batch["teachers"].tolist(), strict=True):
             if teacher >= 0:
@@ -179,7 +181,7 @@ def test_a_column_is_written_before_it_is_read(order: tuple[Phase, ...]) -> None
     check_phases(order)
     written: set[str] = set()
     for first in range(len(order)):
-        if order[first].writes - written:  # the reward model only adds to what is there
+        if order[first].writes - written:  # the reward model only adds to an existing column
             written |= order[first].writes
             with pytest.raises(ValueError, match="which no earlier phase writes"):
                 check_phases(order[:first] + order[first + 1 :])
@@ -190,7 +192,7 @@ def test_every_declared_phase_has_its_function() -> None:
 
 
 def test_a_phase_is_held_to_its_declaration() -> None:
-    """What it reads and writes without saying so is refused, and what it says and does not write."""
+    """Undeclared reads and writes are refused, and declared columns that are not written."""
     phase = Phase("values", reads=frozenset({"tokens", "rewards"}), writes=frozenset({"values"}))
     step = Step("train", 1)
     step.batch = TrainBatch.build([[1], [2]], [[3], [4]])
@@ -388,7 +390,7 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
         assert last["mismatch/logprob_abs_max"] <= 1e-4
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "critic_pretrained").is_dir() == pretrains
-    if recipe == "tppo":  # log-probs, values and the policy's update read all; the critic learns from some
+    if recipe == "tppo":  # log-probs, values and the actor's update use all; the critic finished responses
         files = (tmp_path / "run/rollouts/step-000002").glob("*.safetensors")
         batch = join([read_batch(file) for file in files])
         ended = batch.lengths[~batch["unfinished"]].sum()
@@ -397,8 +399,10 @@ def test_recipe(recipe: str, overrides: list[str], expected: list[str], warm: Pa
 
 @pytest.mark.slow
 def test_two_critics_smaller_than_the_actor(warm: Path, tmp_path: Path) -> None:
-    """Of one layer and half its width, of the actor's tokenizer: they take turns on the device in the one run
-    and stay there in the other, which ends in the same numbers and the same two critics."""
+    """The critics have one layer, half the actor's width and its tokenizer.
+
+    One run offloads them and the other keeps them on the device; numbers and critics are equal.
+    """
     actor = AutoConfig.from_pretrained(warm / "sft" / "hf")
     small = {"num_hidden_layers": 1, "hidden_size": actor.hidden_size // 2, "num_labels": 1}
     keys = {**actor.to_dict(), **small, "layer_types": ["full_attention"], "pad_token_id": 0}
@@ -435,7 +439,7 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
         records = train(warm, "dapo", tmp_path / name, *overrides, forked=forked)
         return [{k: v for k, v in record.items() if not k.startswith(UNREPEATABLE)} for record in records]
 
-    first, again = numbers("first"), numbers("again", forked=False)  # its hash seed is another
+    first, again = numbers("first"), numbers("again", forked=False)  # with another hash seed
     assert first == again
     assert (tmp_path / "first/hf/model.safetensors").read_bytes() == (
         tmp_path / "again/hf/model.safetensors"
@@ -453,7 +457,7 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
                 assert mine[name] == theirs[name], name
             elif isinstance(mine[name], float) and not name.startswith(OF_A_RANK):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-    # The group's advantages do not depend on the layout, whichever replica has the response.
+    # A group's advantages do not depend on the layout or on the replica that stores a response.
     shown = [[s for s in load_run(tmp_path / name).samples if s.step == 1] for name in ("first", "other")]
     assert shown[0] == shown[1] and all(
         s.tokens and s.advantages and len(s.tokens) == len(s.advantages) for s in shown[1]

@@ -1,5 +1,7 @@
-"""A step done again from what is on disk gives every recorded number to its last digit, and the same weights;
-elsewhere nearly so."""
+"""A replayed step reproduces every recorded number to its last digit, and the weights.
+
+At another layout they are nearly equal.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,12 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
             "reward/mean",
             "mismatch/kl",
         } <= outcome.numbers.keys()
-    # Another layout adds up in another order: nearly the same, and said to be so.
+    # Another layout sums in another order: the numbers are nearly equal, and the replay reports why.
     single = make_config(folder, "run", **keys, parallel={"tp": 1})
     (outcome,) = ranks(1, 1, 1).run(train_and_replay, config=single, numbers=(2,))[0]
     assert not outcome.exact and outcome.different == [] and "the layout differs" in outcome.remarks[0]
     assert any(a != b for a, b in outcome.numbers.values())
-    # A replay that compared nothing would not see this.
+    # Change a record, to show that the replay compares anything.
     metrics = config.run_dir / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     (record,) = (r for r in records if (r["stage"], r["step"]) == ("train", 2))
@@ -81,7 +83,7 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
 def test_what_an_update_draws_is_drawn_again(
     folder: Path, ranks: Callable[[int, int, int], RankPool]
 ) -> None:
-    """Clip-Cov's tokens, in two passes over the mini-batches."""
+    """Clip-Cov's random tokens are selected again, in two epochs over the mini-batches."""
     keys = {
         "steps": 2,
         "evaluation": {"every": 0},
@@ -98,8 +100,10 @@ def test_what_an_update_draws_is_drawn_again(
 
 @pytest.mark.slow
 def test_the_command_asks_nothing_of_what_drew_the_step(folder: Path) -> None:
-    """Neither of SGLang, nor of servers at URLs, nor of verifiers and data. The transformers engine has drawn
-    it; then all that a run writes down of its engine says that it was another."""
+    """A replay needs no SGLang, servers, verifiers or data.
+
+    The transformers engine sampled the step; then the stored settings are edited to name another engine.
+    """
     keys: dict[str, Any] = {
         "steps": 2,
         "parallel": {"tp": 1},

@@ -1,5 +1,7 @@
-"""A killed run continues from its newest complete checkpoint and ends in the same bits; at another layout the
-values are the same."""
+"""A killed run continues from its newest checkpoint and ends bitwise equal.
+
+At another layout the loaded and exported values are equal too.
+"""
 
 from __future__ import annotations
 
@@ -55,15 +57,18 @@ from tests.schedule.jobs import generators_moved, write_again
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 400.0  # seconds that one run may take, on a machine that has much else to do
+LIMIT = 400.0  # seconds for one run, on a busy machine
 TIMES = ("time/", "inside/", "throughput/", "memory_all/")
 
 
 def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
-    """A DAPO run of a random tiny model: tied embeddings, and a vocabulary of 307 that two ranks must pad."""
+    """Return a DAPO run of a random tiny model with tied embeddings.
+
+    The vocabulary has 307 tokens, so that two ranks must pad it.
+    """
     settings: dict[str, Any] = {
         "recipe": "dapo",
-        "seed": 1,  # with which groups are left over at the first checkpoint
+        "seed": 1,  # leaves surplus groups at the first checkpoint
         "run_dir": run_dir,
         "steps": 6,
         "model": {"path": folder / "model", "dtype": "fp32", "layers": "portable"},
@@ -91,7 +96,7 @@ def make_config(folder: Path, run_dir: Path, **keys: Any) -> Config:
 
 
 def write_task(folder: Path) -> Path:
-    """Write the model and the data of `make_config`."""
+    """Write the model and the data for `make_config`."""
     make_tiny_model(folder / "model", "qwen3", tied=True)
     rows = [{"question": f"{a}+{b}=?", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -104,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(config: Config) -> subprocess.Popen[str]:
-    """`megarl train` as a user starts it: one process, which launches the ranks."""
+    """Start `megarl train` as a user does: one process, which launches the ranks."""
     path = config.run_dir.with_suffix(".yaml")
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -115,7 +120,10 @@ def start(config: Config) -> subprocess.Popen[str]:
 
 
 def train(config: Config) -> str:
-    """Run to the end, forked, and return the output. Runs that are killed have other hash seeds."""
+    """Run to the end in a forked process and return the output.
+
+    Killed runs are separate processes with another hash seed.
+    """
     path = config.run_dir.with_suffix(".yaml")
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -125,7 +133,7 @@ def train(config: Config) -> str:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """kill -9 of the launcher and everything below it, each by its own pid."""
+    """Kill the launcher and all its descendants with SIGKILL, each by its pid."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
@@ -139,7 +147,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def start_and_kill(config: Config) -> None:
-    """Start a run, and kill it once it has its second checkpoint."""
+    """Start a run and kill it once its second checkpoint exists."""
     process = start(config)
     try:
         deadline = time.monotonic() + LIMIT
@@ -152,14 +160,14 @@ def start_and_kill(config: Config) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Path:
-    """The folder of a run at TP=2 that nothing happened to, with its checkpoints of steps 2, 4 and 6."""
+    """Return the folder of an uninterrupted run at TP=2, with checkpoints of steps 2, 4 and 6."""
     config = make_config(folder, folder / "undisturbed", parallel={"tp": 2})
     train(config)
     return config.run_dir
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock says."""
+    """Read metrics.jsonl without timings, throughput and memory."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
 
@@ -167,7 +175,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        rows = min(tensor.shape[0], other[name].shape[0])  # a vocabulary is padded to the layout
+        rows = min(tensor.shape[0], other[name].shape[0])  # vocabulary padding depends on the layout
         assert torch.equal(tensor[:rows], other[name][:rows]), name
         assert not tensor[rows:].any() and not other[name][rows:].any(), name
 
@@ -177,7 +185,7 @@ def assert_same_export(one: Path, other: Path) -> None:
 
 
 def stored(part: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's part, whole, as torch's own offline converter reads them."""
+    """Load all tensors of one checkpoint part unsharded, with torch's offline converter."""
     dcp_to_torch_save(part, scratch)
     return {
         name: value
@@ -193,12 +201,12 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
     start_and_kill(config)
     checkpoint, _ = find_checkpoint(config.run_dir)
     assert checkpoint is not None and checkpoint.step < config.steps, "it was done before it was killed"
-    # What a kill in the middle of a later save leaves, and a file that a disk has lost the end of.
+    # A partial folder, as a kill during a later save leaves it, and a checkpoint with a truncated file.
     shutil.copytree(checkpoint.path, checkpoints / ".step-000090.partial")
     damaged = shutil.copytree(checkpoint.path, checkpoints / "step-000080")
     os.truncate(damaged / "actor" / "__1_0.distcp", 100)
     with open(config.run_dir / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "stage": "train", "rewa')  # and a line that was being written
+        file.write('{"step": 5, "stage": "train", "rewa')  # a line that the kill cut off
 
     output = train(config)
 
@@ -213,7 +221,7 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
     assert records(config.run_dir) == records(undisturbed)
     for name in ("samples.jsonl", "distributions.jsonl"):
         assert (config.run_dir / name).read_text() == (undisturbed / name).read_text()
-    for rank in (0, 1):  # no step is missing in the timeline, and none is there twice
+    for rank in (0, 1):  # each step is in the timeline exactly once
         lines = (config.run_dir / "timeline" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
         phases = [(phase["step"], phase["phase"]) for phase in map(json.loads, lines)]
         for name in ("rollout", "actor_update", "weight_transfer"):
@@ -224,7 +232,7 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
         f"continues from {checkpoint.path}" in happened
         and sum("(skipped)" in event for event in happened) == 2
     )
-    # None of this would be seen in a run that learns nothing or has no surplus to keep.
+    # The comparison proves something only if the weights changed and a surplus was stored.
     assert read_state(undisturbed / "checkpoints/step-000002")["samplers"]["rollout"]["surplus"]
     start_weights, end_weights = (
         load_file(f / "model.safetensors") for f in (folder / "model", undisturbed / "hf")
@@ -234,7 +242,7 @@ def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> 
 
 @pytest.mark.slow
 def test_what_is_known_of_prompts_survives_a_kill(folder: Path) -> None:
-    """SPO's distributions, which decide the advantages, end in the same bits."""
+    """SPO's tracked distributions, which decide the advantages, are bitwise equal after a kill."""
     more: dict[str, Any] = {
         "recipe": "spo",
         "algorithm": {"advantage": "tracked"},
@@ -259,14 +267,14 @@ def test_what_is_known_of_prompts_survives_a_kill(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -> None:
-    """Windows of three tokens, of two engines; the checkpoint holds what goes on."""
+    """The checkpoint stores partial responses: windows of three tokens, on two engines."""
 
     def make(name: str) -> Config:
         return make_config(
             folder,
             folder / name,
             recipe="tppo",
-            seed=0,  # with which some responses end in the first step
+            seed=0,  # some responses finish in the first step
             parallel={"dp": 2},
             algorithm={
                 "advantage": "gae",
@@ -287,7 +295,7 @@ def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -
     assert "continues from" in train(config)
     assert_same_export(config.run_dir / "hf", undisturbed.run_dir / "hf")
 
-    # What goes on may lie on another engine than before.
+    # A partial response may continue on another engine than before the kill.
     def numbers(run_dir: Path) -> list[dict[str, Any]]:
         kept = records(run_dir)
         return [
@@ -310,8 +318,10 @@ def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -
 def test_another_layout_gets_the_same_values(
     folder: Path, undisturbed: Path, ranks: Callable[..., RankPool], pp: int, dp: int, cp: int
 ) -> None:
-    """Saved at TP=2; weights and optimizer, and what is written again from there. A full disk is an error on
-    every rank, at once."""
+    """Weights and optimizer saved at TP=2 are equal when loaded and saved again at another layout.
+
+    A full disk raises an error on every rank at once.
+    """
     out = folder / f"pp{pp}-dp{dp}-cp{cp}"
     full = out / "full"
     full.mkdir(parents=True)
@@ -331,7 +341,7 @@ def test_another_layout_gets_the_same_values(
 
 @pytest.mark.slow
 def test_a_context_parallel_run_goes_on_in_the_same_bits(folder: Path, undisturbed: Path) -> None:
-    """And says what a run at TP=2 says, to rounding."""
+    """Its first step also matches a run at TP=2 to a relative tolerance of 1e-4."""
     for name, steps in (("cp", 4), ("cp-added", 2), ("cp-added", 4)):
         train(
             make_config(
@@ -352,7 +362,7 @@ def test_a_context_parallel_run_goes_on_in_the_same_bits(folder: Path, undisturb
 def test_a_partly_frozen_run_goes_on_with_more_steps(
     folder: Path, vapo: Callable[[str, int], Config]
 ) -> None:
-    """Of two pipeline stages of the actor the first has nothing to train, and rank 0 is one of its ranks."""
+    """The first of the actor's two pipeline stages trains nothing, and rank 0 belongs to it."""
 
     def run(name: str, steps: int) -> Path:
         settings = vapo(name, steps).model_dump()
@@ -384,12 +394,11 @@ def test_a_partly_frozen_run_goes_on_with_more_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # three runs, each with a limit of its own
+@pytest.mark.timeout(1500)  # three runs, each with its limit
 def test_a_killed_run_of_two_critics_ends_in_the_same_bits(
     folder: Path, vapo: Callable[[str, int], Config]
 ) -> None:
-    """They take turns on the device in the run that is killed, and stay there in the other. Each has learned
-    something else."""
+    """The killed run offloads its two critics, the other does not. The two critics differ."""
 
     def config_of(name: str, offload: bool) -> Config:
         settings = vapo(name, 4).model_dump()
@@ -426,7 +435,7 @@ def test_a_killed_run_of_two_critics_ends_in_the_same_bits(
 
 @pytest.mark.slow
 def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
-    """Its reference is the actor without them, whose weights no checkpoint holds."""
+    """The reference is the actor with LoRA disabled; no checkpoint stores its weights."""
 
     def config_of(name: str) -> Config:
         lora = {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}
@@ -455,7 +464,7 @@ def test_a_killed_run_of_adapters_ends_in_the_same_bits(folder: Path) -> None:
     for name, tensor in load_file(straight.run_dir / "hf/model.safetensors").items():
         adapted = name.split(".")[-2] in ("q_proj", "v_proj", "down_proj")
         assert torch.equal(tensor, original[name].to(tensor.dtype)) != adapted, name
-    torch.save(torch.zeros(0), empty := io.BytesIO())  # what stands around each tensor there
+    torch.save(torch.zeros(0), empty := io.BytesIO())  # the file format's overhead for each tensor
     parts = FileSystemReader(checkpoint.path / "actor").read_metadata().storage_data
     size = sum(part.length - len(empty.getvalue()) for part in parts.values())
     numbers = sum(half.numel() for half in halves.values())
@@ -520,8 +529,10 @@ def vapo(folder: Path) -> Iterator[Callable[[str, int], Config]]:
 def test_a_run_that_was_done_goes_on_with_more_steps(
     folder: Path, vapo: Callable[[str, int], Config]
 ) -> None:
-    """The critic, its optimizer and schedule come back; value pretraining and the first evaluation are not
-    repeated."""
+    """Critic, optimizer and schedule are restored.
+
+    Value pretraining and the first evaluation are not repeated.
+    """
     train(vapo("straight", 3))
     train(vapo("added", 1))
     train(vapo("added", 3))
@@ -550,12 +561,12 @@ def test_a_run_that_was_done_goes_on_with_more_steps(
 def test_no_step_draws_from_a_global_generator(
     folder: Path, vapo: Callable[[str, int], Config], ranks: Any
 ) -> None:
-    """So there is no generator whose state a checkpoint would have to keep."""
+    """A checkpoint stores no state of a global random generator, so no step may use one."""
     assert ranks(1, 1, 2).run(generators_moved, config=vapo("generators", 1)) == [[], []]
 
 
 def write_folder(run_dir: Path, step: int, settings: dict[str, Any]) -> Path:
-    """A complete checkpoint as far as its manifest tells."""
+    """Write a checkpoint that is complete according to its manifest."""
     path = run_dir / "checkpoints" / f"step-{step:06d}"
     files = {"actor/__0_0.distcp": b"weights", "state.json": b"{ }"}
     for name, content in files.items():
@@ -599,8 +610,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         os.truncate(file, length % size)
     found, skipped = find_checkpoint(run_dir)
     if name == "manifest.json" and not removed and length % size == size - 1:
-        # What a manifest says is sealed, not how it is laid out: one that lost nothing but its last newline
-        # says everything.
+        # The seal covers a manifest's content, not its layout. A manifest that lost only its last newline is
+        # valid.
         assert found is not None and (found.path, skipped, found.damage()) == (newer, [], [])
         return
     assert found is not None and found.path == older
@@ -610,7 +621,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each a bit has changed, which only a look at all of the content finds."""
+    """In each checkpoint one bit of state.json has changed; only a check of the whole content finds that."""
     alone: Any = SimpleNamespace(rank=0, world=1)
     monkeypatch.setattr("megarl.training.checkpoint.broadcast_from_rank_0", lambda _, value, kind: value)
     monkeypatch.setattr("megarl.training.checkpoint.gather_objects", lambda _, value, kind: [value])
@@ -635,7 +646,7 @@ def test_a_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: 
     file.write_bytes(content)
     found, skipped = find_checkpoint(run_dir)
     lines = skipped if found is None else found.damage()
-    # A manifest in which only white space or a letter's case has changed says the same.
+    # A manifest remains valid if only white space or the case of a letter has changed.
     assert (len(lines) == 1 and str(file) in lines[0]) or (name == "manifest.json" and found is not None)
     if found is not None:
         assert [line for part in range(3) for line in found.damage(part, 3)] == lines
@@ -647,7 +658,7 @@ def test_a_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, name: 
 def test_a_write_that_takes_too_long_names_the_limit(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: float, others: float, key: str
 ) -> None:
-    """The run may wait no longer for the disk than other ranks wait for it."""
+    """A rank may wait for the disk no longer than the other ranks wait for it."""
     monkeypatch.setattr(saving, "gather_to_rank_0", lambda _, value, kind: [value])
     monkeypatch.setattr(saving, "broadcast_from_rank_0", lambda _, value, kind: value)
     config = make_config(folder, tmp_path / "run", checkpoint={"every": 1, "timeout": own})
@@ -668,7 +679,7 @@ def test_a_write_that_takes_too_long_names_the_limit(
 def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process reads it over NFS. It is no checkpoint any more, and goes the next time."""
+    """Another process reads it over NFS. It no longer counts as a checkpoint and is removed the next time."""
     first, second, _ = (write_folder(tmp_path, step, {}) for step in (1, 2, 3))
     remove = shutil.rmtree
 
@@ -724,7 +735,7 @@ def test_every_key_that_decides_the_result_is_compared(folder: Path, tmp_path: P
         with pytest.raises(ConfigError, match=f"^{key}: .*set it back") as error:
             check_continues(config, made(tmp_path, 1, {**settings, key: "another"}))
         assert "\n" not in str(error.value)
-    # The settings survive JSON, and the folder from which megarl was started does not matter.
+    # The settings survive JSON, and the working directory of the command does not matter.
     check_continues(config, made(tmp_path, 1, json.loads(json.dumps(settings))))
     assert not any(key.split(".")[0] in FREE for key in settings if key not in BOUND)
 
@@ -750,7 +761,10 @@ def test_how_the_work_is_laid_out_may_change(folder: Path, tmp_path: Path, chang
 
 
 def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_path: Path) -> None:
-    """No step of its has come to the limit. With `continue` steps have, and it decides what is drawn."""
+    """With `stop` the limit has not affected any step, so it may change.
+
+    With `continue` it has affected sampling.
+    """
     limits: list[dict[str, Any]] = [{"at_limit": "continue"}, {"max_batches": 20}]
     for limit in limits:
         stopped, gone_on = (
@@ -767,7 +781,7 @@ def test_a_run_that_stopped_at_its_limit_may_go_on_as_it_says(folder: Path, tmp_
 
 
 def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
-    """Also where the checkpoint is older than the key."""
+    """This also holds for a checkpoint older than the key."""
     config = make_config(folder, tmp_path, actor={"frozen": "attention"})
     settings = list_fixed_settings(config)
     check_continues(config, made(tmp_path, 1, settings))
@@ -781,7 +795,7 @@ def test_what_is_frozen_stays_frozen(folder: Path, tmp_path: Path) -> None:
 
 
 def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
-    """When a run continues, and when its policy is evaluated; runs of older versions had none."""
+    """This holds for a continued run and for an evaluation; runs of older versions had no adapters."""
     config = make_config(folder, tmp_path, actor={"lora": {"rank": 4}})
     settings = list_fixed_settings(config)
     old = {key: value for key, value in settings.items() if "lora" not in key}
@@ -828,20 +842,20 @@ def test_a_model_that_was_replaced_is_noticed(folder: Path, tmp_path: Path) -> N
 def test_the_folder_of_a_run_is_continued_or_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any rank is started, with exit code 2 and one line."""
+    """This is decided before any rank starts, with exit code 2 and one line."""
     config = make_config(folder, tmp_path / "run")
     claim_run_dir(config, fresh=True)
     (tmp_path / "run/metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="--fresh never overwrites"):
         claim_run_dir(config, fresh=True)
-    claim_run_dir(config)  # it was ended before its first checkpoint: nothing but the same is written again
+    claim_run_dir(config)  # it ended before its first checkpoint: it is simply run again
     with pytest.raises(ConfigError, match=r"^actor.lr: is 0.5, the run in"):
         claim_run_dir(make_config(folder, tmp_path / "run", actor={"lr": 0.5}))
     with pytest.raises(ConfigError, match="already holds a run, and no complete checkpoint"):
         claim_run_dir(make_config(folder, tmp_path / "run", checkpoint={"every": 0}))
     written = write_folder(tmp_path / "run", 2, list_fixed_settings(config))
     claim_run_dir(config)
-    os.truncate(written / "state.json", 1)  # there was one: what the run has done since is not written over
+    os.truncate(written / "state.json", 1)  # a damaged checkpoint: later records must not be overwritten
     with pytest.raises(ConfigError, match=r"no complete checkpoint.*state.json: has 1 bytes of 3"):
         claim_run_dir(config)
     (written / "state.json").write_bytes(b"{ }")

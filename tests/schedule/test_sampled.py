@@ -1,4 +1,4 @@
-"""The samples' tokens: whose numbers they are, and how they are written down."""
+"""The tokens of logged samples: their numbers and their text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_texts_of_tokens_make_up_the_whole() -> None:
 
 @pytest.mark.parametrize("shown", [512, 4])
 def test_each_sample_gets_the_numbers_of_its_own_tokens(shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two replicas hold every other sequence, in an order of their own."""
+    """Two replicas each have half of the sequences, in different orders."""
     monkeypatch.setattr(module, "TOKENS_SHOWN", shown)
     tokenizer = make_tokenizer(300)
     batch = make_batch(tokenizer)
@@ -94,7 +94,7 @@ def test_what_was_observed_is_shown_without_numbers(monkeypatch: pytest.MonkeyPa
     assert found.tokens == list("2+2=4.") and found.advantages == [2, 3, None, None, 6, 7]
     assert found.observed == [False, False, True, True, False, False]
     assert (found.advantage_mean, found.advantage_min, found.advantage_max) == (4.5, 2, 7)
-    # Nor what an earlier step drew, whose advantages the batch has not.
+    # Tokens of an earlier step are left out too: the batch does not have their advantages.
     batch["prefix_tokens"], batch["values"] = torch.tensor([2]), torch.ones(8)
     batch["advantages"] = batch["advantages"] * (torch.arange(8) > 3)
     [found] = add_tokens(samples, replace(batch, rows=torch.tensor([0])), tokenizer, runtime)

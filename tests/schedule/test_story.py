@@ -1,4 +1,4 @@
-"""What listens to a run, and a source that only has pairs."""
+"""Listeners of a run, and the batch source of supervised pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny_models import make_tiny_model
 
 
 class Heard(Listener):
-    """Notes all that it hears, in a list that several share."""
+    """Record all events in a list that several listeners share."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes
@@ -64,7 +64,7 @@ def test_listeners_hear_in_their_order_and_end_in_the_opposite_one() -> None:
 
 
 def test_an_error_goes_through_all_listeners_and_on() -> None:
-    """In a step that is skipped, the clock has no time for the phase that failed."""
+    """In a skipped step the clock records no time for the failed phase."""
     notes: list[str] = []
     listeners, step = Listeners(Heard("a", notes), Clock(), Heard("b", notes)), Step("train", 1)
     with pytest.raises(RuntimeError), listeners.step(step):
@@ -106,7 +106,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Any]:
 
 
 def test_pairs_go_on_from_where_they_stood(pairs: tuple[Config, Any]) -> None:
-    """After a step, though the next one had been taken when the state was asked for."""
+    """A resumed source continues after the last finished step, even if the next batch was already taken."""
 
     def taken(source: SupervisedPairs, steps: int) -> list[list[int]]:
         batches = [source.rollout("sft", number) for number in range(steps)]

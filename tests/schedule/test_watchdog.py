@@ -1,5 +1,4 @@
-"""Hangs are reported by processes that share nothing but a folder: who keeps the others waiting, where
-everyone stands."""
+"""Hang reports of processes that share only a folder: the slow rank, and each rank's phase."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ with Watchdog(Path(sys.argv[1]), rank, 2, config) as watchdog:
 
 @contextmanager
 def two_ranks(folder: Path, limit: float, silence: float) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two processes that stand still in phase `rollout`, and are gone after the block."""
+    """Run two processes that stop in phase `rollout`; they are ended after the block."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RANK, str(folder)]
     started = [
@@ -94,7 +93,7 @@ def test_a_phase_over_its_limit_is_reported_with_every_stack(tmp_path: Path) -> 
     with two_ranks(tmp_path, limit=6, silence=600) as processes:
         codes = [process.wait(200) for process in processes]
     assert codes == [HUNG, HUNG]
-    (report,) = tmp_path.glob("hang-*.txt")  # one of the two has written it
+    (report,) = tmp_path.glob("hang-*.txt")  # written by one of the two
     text = report.read_text()
     assert "why now: phase rollout has taken" in text and text.count("in stand_still") >= 2
     assert all(f"rank {rank}: train step 12, phase rollout for" in text for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""A verifier for runs with an untrained model: it finds a quarter of all texts right, whatever they say."""
+"""A verifier for untrained models: it accepts about a quarter of all texts, by checksum."""
 
 import zlib
 

@@ -1,5 +1,4 @@
-"""The actor's whole loss, its terms and their factors, against float64 loops; and what corrects for the
-engine inside it."""
+"""The actor's whole loss against float64 loops: its terms, their factors, mismatch correction."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ ALONE = Runtime(Layout(), rank=0, device=torch.device("cpu"), timeout=60.0, cpu_
 
 
 def whole(batch: Batch) -> MicroBatch:
-    """All response tokens as one micro-batch."""
+    """Return all response tokens as one micro-batch."""
     slots = batch.experience.response_mask.nonzero().squeeze(-1)
     none = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(none, none, None, none, none, slots, none)
@@ -45,7 +44,7 @@ def loss_of(config: AlgorithmConfig, batch: Batch, teacher: TeacherConfig | None
     e, micro = batch.experience, whole(batch)
     logprobs = e["logprobs"]
     beside = []
-    if config.dppo.top_k:  # the sampled token is 2, which every fourth place has among the likeliest
+    if config.dppo.top_k:  # token 2 is sampled, and is in the top k at every fourth position
         same = torch.arange(e.num_tokens) % 4 == 0
         e["old_top_tokens"] = torch.tensor([[7, 8, 9]]).repeat(e.num_tokens, 1).int()
         e["old_top_tokens"][same, 0] = 2
@@ -65,7 +64,7 @@ def loss_of(config: AlgorithmConfig, batch: Batch, teacher: TeacherConfig | None
 
 
 def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
-    """policy_loss_weights and nll_loss_weights as the step has them; gives them as the loops have them."""
+    """Add policy_loss_weights and nll_loss_weights as a step does, and return the loops' values of them."""
     e = batch.experience
     e["policy_loss_weights"] = e.spread(token_weights(e.response_lengths, "token"))
     e["nll_loss_weights"] = e.spread(token_weights(e.response_lengths, "token", include=batch.include))
@@ -86,9 +85,14 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
 def test_is_the_weighted_sum_of_its_terms(
     batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, apart: bool, estimator: str
 ) -> None:
-    """VAPO eq. 10: L_PPO + mu L_NLL, GRPO's beta KL, an entropy term, and the KL to a teacher; the NLL over
-    the correct responses alone. disputed: AsyPPO's share, whose tokens the entropy term leaves out; None:
-    there is no such term. apart: DPPO's loss, which sees the likeliest tokens."""
+    """VAPO eq. 10: L_PPO + mu L_NLL, plus GRPO's beta KL, an entropy term, and the KL to a teacher.
+
+    The NLL covers only the correct responses.
+
+    Args:
+        disputed: AsyPPO's fraction of tokens without an entropy term; None disables that term.
+        apart: use DPPO's loss with the top-k tokens.
+    """
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     eta, of_entropy = 0.0 if disputed is None else 0.4, policy_loss_weights
     options: dict[str, Any] = {"entropy_weight": eta, "agreement": {"filter": disputed or 0.0}}
@@ -121,7 +125,7 @@ def test_is_the_weighted_sum_of_its_terms(
     batches(), st.sampled_from(["none", "token", "sequence"]), st.sampled_from(["none", "token", "sequence"])
 )
 def test_mismatch_reaches_policy_and_kl_alone(batch: Batch, weight: str, mask: str) -> None:
-    """The entropy, a teacher's top-k term and the positive-example loss keep their weights."""
+    """Entropy, a teacher's top-k term and the positive-example loss keep their weights."""
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     e = batch.experience
     e["engine_logprobs"] = torch.where(e.response_mask, e["old_logprobs"] + 0.3 * e["values"], 0.0)
@@ -129,8 +133,8 @@ def test_mismatch_reaches_policy_and_kl_alone(batch: Batch, weight: str, mask: s
     config = AlgorithmConfig(nll_weight=0.1, kl_weight=0.3, entropy_weight=0.4, mismatch=options)
     teacher = TeacherConfig(top_k=3, weight=0.7)
     metrics = correct_mismatch(config.mismatch, e, ALONE)
-    # loop_factors compares logprobs with old_logprobs: here these are the trainer's old ones and the
-    # engine's.
+    # loop_factors compares logprobs with old_logprobs, so fill these with the trainer's old and the engine's
+    # log-probs.
     compared = Batch(e.select(range(e.num_sequences)), batch.spans, batch.include)
     compared.experience["logprobs"], compared.experience["old_logprobs"] = (
         e["old_logprobs"],

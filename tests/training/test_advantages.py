@@ -1,5 +1,4 @@
-"""Advantages of a step as they are put together from columns, on one replica and on two, against float64
-loops."""
+"""A step's advantages, computed from columns on one and two replicas, against float64 loops."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.ranks import RankPool
 from tests.tiny_models import make_tiny_model
 
 BETA, GAMMA = 0.3, 0.9
-ACTORS: dict[Path, Any] = {}  # in a rank: by the folder of the model
+ACTORS: dict[Path, Any] = {}  # actors of this rank by the model's folder
 WEIGHTS = [0.5, -2.0]  # of the two parts of the reward
 # Case -> algorithm.*
 CASES: dict[str, dict[str, Any]] = {
@@ -44,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
     "SPPO": {"advantage": "prompt_value"},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
-    # Overlong filtering takes truncated responses out of the loss, and out of what normalises advantages.
+    # Overlong filtering excludes truncated responses from the loss and from the statistics of advantages.
     "GDPO, filtered": {"advantage": "per_reward", "overlong": True},
     "SPO, filtered": {"advantage": "tracked", "tracker_rho": 0.9, "overlong": True},
     "REINFORCE++ with baseline, filtered": {"advantage": "group_mean", "whiten": True, "overlong": True},
@@ -53,8 +52,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
-    """Three groups of 4 ragged responses, dealt round; with `turns` most have some, with rewards of their
-    own; with `truncated` every fifth is."""
+    """Return three interleaved groups of 4 responses with different lengths.
+
+    Args:
+        turns: give most responses several turns, with rewards per turn.
+        truncated: mark every fifth response as truncated.
+    """
     g = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 14, (12,), generator=g).tolist()
     batch = TrainBatch.build([[3, 4]] * 12, [[5] * n for n in lengths])
@@ -79,7 +82,7 @@ def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
 
 
 def get_actor(config: Config, folder: Path, runtime: Runtime) -> Any:
-    """Return this rank's actor, made once: only its sizes are read, which are the same in every case."""
+    """Return this rank's actor, built once: only its sizes are read, equal in every case."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
 
@@ -89,7 +92,7 @@ def get_actor(config: Config, folder: Path, runtime: Runtime) -> Any:
 
 
 def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], turns: bool) -> Any:
-    """Number of a response -> its advantages (and returns), of this rank's share; and the metrics."""
+    """Return advantages (and returns) by response number for this rank's share, and the metrics."""
     from megarl.config.phases import select_phases
     from megarl.training import columns
     from megarl.training.batch import make_train_batch
@@ -116,7 +119,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         tracker = make_tracker(config.algorithm)
         arguments = config, rollout, experience, runtime, tracker
         assert add_tracked_advantages(*arguments)["tracker/known"] == 0
-        metrics = add_tracked_advantages(*arguments)  # the step after, with the same answers
+        metrics = add_tracked_advantages(*arguments)  # the next step, with the same responses
         assert metrics["tracker/known"] == 1
     elif config.algorithm.advantage == "return":
         metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
@@ -139,7 +142,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
 
 
 def normalise(values: list[float], kept: list[bool]) -> list[float]:
-    """Less the mean of those that are kept, over their standard deviation; 0 for the others."""
+    """Subtract the mean of the kept values and divide by their standard deviation; others become 0."""
     own = [x for x, keep in zip(values, kept, strict=True) if keep]
     mean, deviation = statistics.fmean(own), statistics.stdev(own)
     return [(x - mean) / deviation if keep else 0.0 for x, keep in zip(values, kept, strict=True)]
@@ -148,7 +151,7 @@ def normalise(values: list[float], kept: list[bool]) -> list[float]:
 def one_by_one(
     parts: list[list[float]], weights: list[float], groups: list[int], kept: list[bool]
 ) -> list[float]:
-    """GDPO: each part of the rewards normalised within the group, their sum within the batch."""
+    """GDPO: normalise each part of the rewards within the group, then their sum within the batch."""
     sums = []
     for own, group in zip(parts, groups, strict=True):
         total = 0.0
@@ -162,8 +165,11 @@ def one_by_one(
 def second_visit(
     scores: list[float], correct: list[bool], groups: list[int], rho: float, kept: list[bool]
 ) -> list[float]:
-    """SPO: rewards (1 for a right, -1 for a wrong answer, and more) less what each group's Beta distribution
-    expects that has had these answers once, normalised within the batch."""
+    """SPO: subtract the expected reward from each reward, then normalise within the batch.
+
+    A correct response has reward 1, a wrong one -1, plus other rewards. The expectation is that of the
+    group's Beta distribution after one update with these responses.
+    """
     less = []
     for score, group in zip(scores, groups, strict=True):
         answers = [right for right, g in zip(correct, groups, strict=True) if g == group]
@@ -173,7 +179,7 @@ def second_visit(
 
 
 def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[float]]]:
-    """The same from the formulas, response by response, sampled token by sampled token."""
+    """Compute the same from the formulas, for each response and each sampled token."""
     batch = make_batch(turns)
     kept = [not (algorithm.get("overlong") and i % 5 == 0) for i in range(12)]
     old = batch["engine_logprobs" if "old_logprobs" in algorithm else "old_logprobs"].tolist()
@@ -210,7 +216,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         group = [totals[j] for j in range(12) if groups[j] == groups[i]]
         mean, n = statistics.fmean(group), len(span)
         kind = algorithm["advantage"]
-        if kind == "prompt_value":  # a right answer is worth 1, a wrong one -1
+        if kind == "prompt_value":  # a correct response is worth 1, a wrong one -1
             chance = 1 / (1 + math.exp(-values[span[0]]))
             found[i] = {
                 "advantages": [scores[i] - (2 * chance - 1)] * n,
@@ -283,7 +289,7 @@ def test_equal_the_loop_on_every_layout(
 
 
 def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
-    """Number of a response -> its advantages and entropy weights, of this rank's share; and the metrics."""
+    """Return advantages and loss weights by response number for this rank's share, and the metrics."""
     from megarl.training.batch import make_train_batch
     from megarl.training.methods.asyppo import add_agreement
 
@@ -302,9 +308,11 @@ def agreement_of(runtime: Runtime, folder: Path, batch: TrainBatch) -> Any:
 def test_agreement_equals_the_loop_on_every_layout(
     alike: bool, ranks: Callable[[int, int, int], RankPool], folder: Path
 ) -> None:
-    """Of the whole step's tokens the three tenths on which two critics agree most have no advantage, and the
-    entropy term leaves out the two tenths on which they agree least; none where all are alike. Tokens of
-    which no loss hears, as overlong filtering has it, are not among them."""
+    """AsyPPO masks advantages where two critics agree most, and entropy where they agree least.
+
+    These are three tenths and two tenths of the whole step's tokens, and none if agreement is equal on all
+    tokens. Tokens of filtered overlong responses are not counted.
+    """
     batch = make_batch()
     g = torch.Generator().manual_seed(8)
     of_critics = torch.tensor([[0.0, 1.0]]) if alike else torch.randn(batch.num_tokens, 2, generator=g)
@@ -349,7 +357,7 @@ WINDOWED: dict[str, Any] = {
 
 
 def make_windows() -> TrainBatch:
-    """Of the batch's responses the last 1 to 4 tokens are new; every third goes on."""
+    """Return a batch in which the last 1 to 4 tokens of a response are new; every third is unfinished."""
     batch = make_batch()
     batch["prefix_tokens"] = (batch.response_lengths - 1 - torch.arange(12) % WINDOW).clamp(min=0)
     batch["unfinished"] = torch.arange(12) % 3 == 2
@@ -361,7 +369,7 @@ def make_windows() -> TrainBatch:
 
 
 def windows_of(runtime: Runtime, folder: Path) -> Any:
-    """Number of a response -> its advantages and returns, of this rank's share; and the metrics."""
+    """Return advantages and returns by response number for this rank's share, and the metrics."""
     from megarl.training import columns
     from megarl.training.batch import make_train_batch
     from megarl.training.methods.tppo import add_window_gae
@@ -390,7 +398,7 @@ def windows_of(runtime: Runtime, folder: Path) -> Any:
 def test_windows_equal_the_loop_on_every_layout(
     ranks: Callable[[int, int, int], RankPool], folder: Path
 ) -> None:
-    """T-PPO from its formulas, response by response, token by token; statistics are of the same tokens."""
+    """T-PPO from its formulas, for each response and token; the statistics cover the same tokens."""
     batch = make_windows()
     values, engine = batch["values"].tolist(), batch["engine_logprobs"].tolist()
     old, ends = batch["old_logprobs"].tolist(), batch.cu_seqlens.tolist()

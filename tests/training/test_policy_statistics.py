@@ -1,4 +1,4 @@
-"""What is measured of the policy before its update, against loops over Python floats."""
+"""Statistics of the policy before its update, against loops over Python floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.test_actor_loss import ALONE
 @settings(max_examples=40, deadline=None)
 @given(batches(longest=60))
 def test_policy_statistics(batch: Batch) -> None:
-    """Means over the response tokens, and entropy by the part of the response."""
+    """Means over the response tokens, and entropy by position in the response."""
     e = batch.experience
     metrics, tables = policy_statistics(e, ALONE)
     entropy, old = e["entropy"].tolist(), e["old_logprobs"].tolist()

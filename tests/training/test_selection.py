@@ -1,5 +1,7 @@
-"""The tokens that Clip-Cov and KL-Cov select, against loops, however they lie on micro-batches; how ranks
-agree on them is in tests/parallel/test_invariance.py."""
+"""The tokens that Clip-Cov and KL-Cov select, against loops, for any split into micro-batches.
+
+tests/parallel/test_invariance.py checks that ranks agree on them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "covariance": {"low": 0.2, "high
 
 
 def select(batch: Batch, surrogate: str, share: float, parts: int = 1) -> list[int]:
-    """The selected tokens; those that do not count hold no numbers."""
+    """Return the selected tokens; tokens without a loss weight have NaN log-probs."""
     e, micro = batch.experience, whole(batch)
     e["policy_loss_weights"] = e.spread(token_weights(e.response_lengths, "token", include=batch.include))
     e["group_ids"] = torch.arange(e.num_sequences)
@@ -36,7 +38,7 @@ def select(batch: Batch, surrogate: str, share: float, parts: int = 1) -> list[i
 
 
 def covariances(batch: Batch) -> dict[int, float]:
-    """Of each token that counts: (A - mean A) (log p - mean log p)."""
+    """Return (A - mean A) (log p - mean log p) of each token that counts."""
     logprobs, advantages = (batch.experience[name].tolist() for name in ("logprobs", "advantages"))
     spans = zip(batch.spans, batch.include.tolist(), strict=True)
     tokens = [t for (start, end), kept in spans if kept for t in range(start, end)]
@@ -51,14 +53,14 @@ def test_kl_cov_takes_the_largest(batch: Batch, share: float, parts: int) -> Non
     found = covariances(batch)
     largest = sorted(found.values(), reverse=True)[: max(1, int(share * len(found)))]
     chosen = select(batch, "kl_cov", share, parts)
-    # By value: of two tokens alone both have the same.
+    # Compare values: if only two tokens count, their covariances are equal.
     assert sorted((found[t] for t in chosen), reverse=True) == pytest.approx(largest, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from([1e-4, 0.1, 1.0]), st.integers(1, 4))
 def test_clip_cov_takes_some_of_those_between_the_bounds(batch: Batch, share: float, parts: int) -> None:
-    """As many as the share says of all tokens, none that PPO clips, and whichever micro-batch they are in."""
+    """It selects the configured fraction of all tokens, none that PPO clips, in any micro-batch."""
     e, found = batch.experience, covariances(batch)
     ratios = (e["logprobs"] - e["old_logprobs"]).exp().tolist()
     advantages = e["advantages"].tolist()
@@ -72,7 +74,7 @@ def test_clip_cov_takes_some_of_those_between_the_bounds(batch: Batch, share: fl
 
 
 def test_draws_are_those_of_the_response_and_differ_otherwise() -> None:
-    """Of another order of the responses, the same numbers; in another update or step, others."""
+    """The numbers do not depend on the order of the responses; another seed, step or update changes them."""
     e = make_batch([(2, 40), (1, 30), (4, 20)], 1).experience
     e["group_ids"], e["response_index"] = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0])
     draws = sample_uniforms(e, 0, 1, 1)

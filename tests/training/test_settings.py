@@ -1,4 +1,4 @@
-"""What a run must share with the one that it continues."""
+"""Settings that a run must share with the run that it continues."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_one_term_more_or_less_is_another_reward(tmp_path: Path) -> None:
     for now, then in ((one, two), (two, one), (config(), one), (one, config()), (config(a=0.25), one)):
         with pytest.raises(ConfigError, match=r"^reward\.terms: is .*, the run there has "):
             check_continues(now, checkpoint(list_fixed_settings(then)))
-    # Of a version that had no terms.
+    # A version that had no terms.
     older = {key: value for key, value in list_fixed_settings(one).items() if key != "reward.terms"}
     check_continues(one, checkpoint(older))
 
 
 def test_a_run_without_a_teacher_does_not_go_on_with_one(tmp_path: Path) -> None:
-    """Nor one of a version that knew of none, or of one teacher alone."""
+    """Nor does a checkpoint of a version without teachers, or with a single teacher only."""
     (tmp_path / "config.json").write_text("{}")
     run: dict[str, Any] = {"recipe": "grpo", "run_dir": "runs/x", "steps": 3, "model": {"path": tmp_path}}
     without, taught = Config(**run), Config(**run, teacher={"path": tmp_path})

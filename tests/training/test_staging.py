@@ -1,5 +1,4 @@
-"""Ranks whose parts of a checkpoint do not make a whole are told so before anything is written; what is left
-on a GPU."""
+"""Parts of a checkpoint that do not form a whole are refused before a write; what stays on a GPU."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def test_a_model_whose_first_step_was_skipped_is_saved_and_read(
 
 
 def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes has GPU 0 as its device on every rank: a stream of it would be a context
-    there."""
+    """The writer thread's default device is GPU 0 on every rank; a stream would create a context there."""
     part, copy = _copy_part(ShardedTensor.from_rank_offsets("weights", torch.arange(4.0)))
     (plan,) = FileSystemWriter("").prepare_global_plan([SavePlan([part.item])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,9 +55,9 @@ def test_a_rank_writes_without_asking_cuda(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_fp8_copies_leave_with_the_weights_of_a_model_that_does_not_learn() -> None:
-    """The reference policy's too: nobody else clears them before the engine wakes up."""
+    """The reference policy's copies must go too: no other code frees them before the engine wakes up."""
     module = torch.nn.Linear(4, 4)
-    module._fp8_workspaces = {"weight": torch.ones(16)}  # as Transformer Engine's modules keep them
+    module._fp8_workspaces = {"weight": torch.ones(16)}  # as in Transformer Engine's modules
     model: Any = SimpleNamespace(
         runtime=SimpleNamespace(device=torch.device("cpu")), model=module, name="reference"
     )
