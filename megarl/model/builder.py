@@ -555,20 +555,17 @@ def _block_spec(
                 moe_grouped_gemm=config.moe_grouped_gemm and is_mixture,
                 multi_latent_attention=family.is_latent,
             )
-            submodules = layer.submodules
+            modules = layer.submodules
             if family.is_latent:  # separate norms
-                attention, submodules.self_attention.module = (
-                    submodules.self_attention.submodules,
-                    LatentAttention,
-                )
+                attention, modules.self_attention.module = modules.self_attention.submodules, LatentAttention
                 attention.q_layernorm, attention.kv_layernorm = query_norm, TENorm
                 attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
             if adapters:  # they need the norm's output, which fused layers hide
-                submodules.input_layernorm = submodules.pre_mlp_layernorm = TENorm
+                modules.input_layernorm = modules.pre_mlp_layernorm = TENorm
                 if not family.is_latent:
-                    submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+                    modules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
                 if not is_mixture:
-                    submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+                    modules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         else:
             layer = get_gpt_layer_local_spec(
                 normalization="RMSNorm",
@@ -576,25 +573,25 @@ def _block_spec(
                 num_experts=num_experts,
                 multi_latent_attention=family.is_latent,
             )
-            submodules = layer.submodules
-            submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-            attention = submodules.self_attention.submodules
+            modules = layer.submodules
+            modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+            attention = modules.self_attention.submodules
             attention.core_attention = PackedAttention
             if family.is_latent:
-                submodules.self_attention.module = LatentAttention
+                modules.self_attention.module = LatentAttention
                 attention.q_layernorm, attention.kv_layernorm = query_norm, RMSNorm
-                submodules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+                modules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
             if is_mixture:
                 # Keep Transformer Engine's checkpoint name: it fuses this norm only in dense layers.
-                del submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+                del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         if config.attention_output_gate:
-            submodules.self_attention.module = GatedAttention
+            modules.self_attention.module = GatedAttention
         if is_linear:
-            submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
+            modules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
         if family.has("_bda.output_norm.weight"):
             residual_spec = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
-            submodules.self_attn_bda = submodules.mlp_bda = residual_spec
+            modules.self_attn_bda = modules.mlp_bda = residual_spec
         specs[is_mixture, is_linear] = layer
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in layer_kinds], layer_norm=norm)

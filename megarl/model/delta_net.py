@@ -60,10 +60,10 @@ def delta_rule(
     scaled_key = beta[..., None] * key
     # Per chunk: its tokens' writes to a zero state, and their removal from the incoming state.
     system = scaled_key @ key.mT * pair_decay
-    right_side = torch.cat([beta[..., None] * value, scaled_key * decay_since_start], -1)
-    writes, removals = torch.linalg.solve_triangular(
-        system, right_side, upper=False, unitriangular=True
-    ).split([value.shape[-1], key.shape[-1]], -1)
+    rhs = torch.cat([beta[..., None] * value, scaled_key * decay_since_start], -1)
+    writes, removals = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True).split(
+        [value.shape[-1], key.shape[-1]], -1
+    )
     scores, query, key, chunk_decay = (
         query @ key.mT * pair_decay,
         query * decay_since_start,

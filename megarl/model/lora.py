@@ -59,24 +59,20 @@ class Adapters(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parameters = dict(self.named_parameters(recurse=False))
         names = [name for name in self.rows if f"{name}_a" in parameters]
-        low_rank = F.linear(x, torch.cat([parameters[f"{name}_a"] for name in names])) * self.scale
+        ax = F.linear(x, torch.cat([parameters[f"{name}_a"] for name in names])) * self.scale
         if self.input_is_split:  # row-parallel
             reduce = reduce_from_tensor_model_parallel_region
-            low_rank = (
-                reduce_scatter_to_sequence_parallel_region(low_rank)
-                if self.sequence_parallel
-                else reduce(low_rank)
-            )
+            ax = reduce_scatter_to_sequence_parallel_region(ax) if self.sequence_parallel else reduce(ax)
         elif self.input_is_split is not None:  # column-parallel
             if self.sequence_parallel:
-                low_rank = gather_from_sequence_parallel_region(low_rank, tensor_parallel_output_grad=True)
+                ax = gather_from_sequence_parallel_region(ax, tensor_parallel_output_grad=True)
             else:
-                low_rank = copy_to_tensor_model_parallel_region(low_rank)
-        parts = dict(zip(names, low_rank.chunk(len(names), -1), strict=True))
+                ax = copy_to_tensor_model_parallel_region(ax)
+        parts = dict(zip(names, ax.chunk(len(names), -1), strict=True))
         outputs = [
             F.linear(parts[name], parameters[f"{name}_b"])
             if name in parts
-            else low_rank.new_zeros(*low_rank.shape[:-1], rows)
+            else ax.new_zeros(*ax.shape[:-1], rows)
             for name, rows in self.rows.items()
         ]
         if self.groups:

@@ -175,41 +175,27 @@ class _AttendOverRanks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.group = plan, group
-        q, keys_values = _gather(query, key, value, plan, group)
+        q, kv = _gather(query, key, value, plan, group)
         output = torch.empty_like(q)
-        for output_block, *block in _blocks(plan, output, q, keys_values):
+        for output_block, *block in _blocks(plan, output, q, kv):
             output_block.copy_(_attend_block(*block))
         return output.index_select(0, plan.packed_from_padded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, (query, key, value) = ctx.plan, ctx.saved_tensors
-        q, keys_values = _gather(query, key, value, plan, ctx.group)
+        q, kv = _gather(query, key, value, plan, ctx.group)
         d_output = torch.zeros_like(q).index_copy_(0, plan.packed_from_padded, grad)
-        d_q, d_keys_values = torch.empty_like(q), torch.zeros_like(keys_values)
-        blocks = zip(
-            _blocks(plan, d_output, q, keys_values), _blocks(plan, d_output, d_q, d_keys_values), strict=True
-        )
-        for (d_block, queries, block_keys_values, positions), (
-            _,
-            d_queries,
-            d_block_keys_values,
-            _,
-        ) in blocks:
-            queries, block_keys_values = (
-                queries.detach().requires_grad_(),
-                block_keys_values.detach().requires_grad_(),
-            )
+        d_q, d_kv = torch.empty_like(q), torch.zeros_like(kv)
+        blocks = zip(_blocks(plan, d_output, q, kv), _blocks(plan, d_output, d_q, d_kv), strict=True)
+        for (d_block, queries, block_kv, positions), (_, d_queries, d_block_kv, _) in blocks:
+            queries, block_kv = queries.detach().requires_grad_(), block_kv.detach().requires_grad_()
             with torch.enable_grad():
-                attended = _attend_block(queries, block_keys_values, positions)
-            grad_queries, grad_keys_values = torch.autograd.grad(
-                attended, (queries, block_keys_values), d_block
-            )
+                attended = _attend_block(queries, block_kv, positions)
+            grad_queries, grad_kv = torch.autograd.grad(attended, (queries, block_kv), d_block)
             d_queries.copy_(grad_queries)
-            d_block_keys_values.add_(grad_keys_values)
-        d_gathered = torch.zeros_like(keys_values[: ctx.group.size() * len(grad)]).index_add_(
-            0, plan.keys, d_keys_values
-        )
+            d_block_kv.add_(grad_kv)
+        d_gathered = torch.zeros_like(kv[: ctx.group.size() * len(grad)]).index_add_(0, plan.keys, d_kv)
         d_local = tensor_parallel.reduce_scatter_to_sequence_parallel_region(d_gathered, group=ctx.group)
         return d_q.index_select(0, plan.packed_from_padded), *d_local.chunk(2, dim=-1), None, None
 
@@ -219,8 +205,8 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's queries, and all keys and values [.., groups, 2 d], padded."""
     assert plan.keys is not None
-    keys_values = torch.cat((key, value), dim=-1)
-    gathered = tensor_parallel.gather_from_sequence_parallel_region(keys_values, group=group)
+    kv = torch.cat((key, value), dim=-1)
+    gathered = tensor_parallel.gather_from_sequence_parallel_region(kv, group=group)
     return query.index_select(0, plan.padded_from_packed), gathered.index_select(0, plan.keys)
 
 
@@ -233,12 +219,10 @@ def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Ite
     for bucket in plan.buckets:
         stop, shape = bucket.start + bucket.rows * bucket.width, (bucket.rows, bucket.width)
         local_views = [x[bucket.start : stop].unflatten(0, shape) for x in (output, q, plan.positions)]
-        bucket_keys_values = both[cp * bucket.start : cp * stop].unflatten(
-            0, (bucket.rows, cp * bucket.width)
-        )
+        bucket_kv = both[cp * bucket.start : cp * stop].unflatten(0, (bucket.rows, cp * bucket.width))
         for first, end, num_keys in bucket.blocks:
             output_block, queries, positions = (x[:, first:end] for x in local_views)
-            yield output_block, queries, bucket_keys_values[:, :num_keys], positions[:, None, :, None]
+            yield output_block, queries, bucket_kv[:, :num_keys], positions[:, None, :, None]
 
 
 def _attend_block(queries: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
@@ -268,11 +252,11 @@ def _attend_behind(
         stop = min(first + block_width, width)
         positions = torch.arange(prompt_width + first, prompt_width + stop, device=keys.device)[:, None]
         mask = torch.arange(prompt_width + stop, device=keys.device) <= positions
-        visible_keys_values = keys[:, :, : prompt_width + stop], values[:, :, : prompt_width + stop]
+        visible_kv = keys[:, :, : prompt_width + stop], values[:, :, : prompt_width + stop]
         gqa = queries.shape[1] != keys.shape[1]
         outputs.append(
             F.scaled_dot_product_attention(
-                queries[:, :, first:stop], *visible_keys_values, attn_mask=mask, enable_gqa=gqa
+                queries[:, :, first:stop], *visible_kv, attn_mask=mask, enable_gqa=gqa
             )
         )
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
@@ -360,11 +344,9 @@ class LatentAttention(MLASelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         self.rotary_pos_emb = AnglesOfPack()
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if isinstance(projection := getattr(self, name, None), ColumnParallelLinear):
-                rows = config.tensor_model_parallel_size * projection.weight.shape[0]
-                setattr(
-                    self, name, WholeLinear(config, projection.weight.new_empty(rows, config.hidden_size))
-                )
+            if isinstance(linear := getattr(self, name, None), ColumnParallelLinear):
+                rows = config.tensor_model_parallel_size * linear.weight.shape[0]
+                setattr(self, name, WholeLinear(config, linear.weight.new_empty(rows, config.hidden_size)))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         # megatron-core 0.19 would add a norm before linear_q_proj for queries without latents.

@@ -46,13 +46,10 @@ class Routing:
         values, router_choice = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        chosen, local_tokens = (
-            router_choice,
-            slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores)),
-        )
+        chosen, tokens = router_choice, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
         is_counting = self.grad is not None and self.grad == torch.is_grad_enabled()
         if self.packed.routing is not None:
-            recorded = self.packed.routing[self.layer, local_tokens].to(scores.device).long()
+            recorded = self.packed.routing[self.layer, tokens].to(scores.device).long()
             known = recorded[:, :1] < scores.shape[1]
             chosen = torch.where(known, recorded, router_choice)
             values = scores.gather(1, chosen)
@@ -60,11 +57,11 @@ class Routing:
                 is_equal = (router_choice[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
                 self.compared += torch.stack([known.sum(), (known & ~is_equal).sum()])
         if is_counting:
-            real_tokens = self.packed.real_tokens
+            is_real = self.packed.real_tokens
             increments = (
                 torch.ones_like(chosen)
-                if real_tokens is None
-                else real_tokens[local_tokens, None].to(chosen).expand_as(chosen)
+                if is_real is None
+                else is_real[tokens, None].to(chosen).expand_as(chosen)
             )
             self.load.index_add_(0, chosen.flatten(), increments.flatten())
         return values, chosen

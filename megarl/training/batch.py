@@ -281,21 +281,16 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     mlps = c.num_layers * 3 * c.ffn_hidden_size
     if c.num_moe_experts is not None:
         assert c.moe_ffn_hidden_size is not None
-        active_width = c.moe_ffn_hidden_size * c.moe_router_topk + (
-            c.moe_shared_expert_intermediate_size or 0
-        )
-        dense_layers = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
-        mlps = dense_layers * 3 * c.ffn_hidden_size + (c.num_layers - dense_layers) * (
-            c.num_moe_experts + 3 * active_width
+        moe_width = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
+        num_dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        mlps = num_dense * 3 * c.ffn_hidden_size + (c.num_layers - num_dense) * (
+            c.num_moe_experts + 3 * moe_width
         )
     attention = c.hidden_size * (2 * query_width + 2 * key_width)
     if isinstance(c, MLATransformerConfig):  # kv_channels is the width of a key there
-        value_width, unrotated_width = (
-            c.num_attention_heads * c.v_head_dim,
-            c.num_attention_heads * c.qk_head_dim,
-        )
+        value_width, nope_width = c.num_attention_heads * c.v_head_dim, c.num_attention_heads * c.qk_head_dim
         attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + value_width)
-        attention += c.kv_lora_rank * (unrotated_width + value_width)
+        attention += c.kv_lora_rank * (nope_width + value_width)
         attention += (
             (c.q_lora_rank * (c.hidden_size + query_width)) if c.q_lora_rank else c.hidden_size * query_width
         )
@@ -313,16 +308,14 @@ def locate(
     if places is None:
         return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
-    rank, local_position = (column[before] for column in places)
+    rank, position = (column[before] for column in places)
     counts = torch.bincount(rank, minlength=cp)
-    max_count = int(counts.max())
+    width = int(counts.max())
     order = torch.empty_like(at)
     for r in range(cp):
-        order[rank == r] = r * max_count + torch.arange(int(counts[r]))
+        order[rank == r] = r * width + torch.arange(int(counts[r]))
     is_local = rank == parallel_state.get_context_parallel_rank()
-    padded = F.pad(
-        torch.stack((local_position, labels))[:, is_local], (0, max_count - int(is_local.sum()))
-    ).to(device)
+    padded = F.pad(torch.stack((position, labels))[:, is_local], (0, width - int(is_local.sum()))).to(device)
     return {"at": at, "logit_indices": padded[0], "labels": padded[1], "order": order.to(device)}
 
 
@@ -395,12 +388,8 @@ def make_micro_batch(
     tokens = _place(batch.tokens[token_indices], is_real, 0)
     is_response = _place(batch.response_mask[token_indices], is_real, False)
     response_positions = is_response.nonzero().squeeze(-1)
-    rank_and_position = cut(layout.cu_seqlens, cp) if cp > 1 else None
-    on_this_rank = (
-        rank_and_position[0] == parallel_state.get_context_parallel_rank()
-        if rank_and_position
-        else slice(None)
-    )
+    places = cut(layout.cu_seqlens, cp) if cp > 1 else None
+    on_this_rank = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
     packed, routing = model.pack(layout.cu_seqlens, layout.prompts), None
     packed.real_tokens = is_real[on_this_rank]
     if "routing" in batch:
@@ -413,12 +402,12 @@ def make_micro_batch(
         packed=packed,
         token_indices=token_indices[batch.response_mask[token_indices]],
         routing=routing,
-        cut=rank_and_position,
+        cut=places,
         **locate(
             response_positions,
             layout.predictors[response_positions],
             tokens[response_positions],
-            rank_and_position,
+            places,
             device,
         ),
     )

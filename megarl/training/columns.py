@@ -180,11 +180,8 @@ def add_teacher(
     kl = torch.where(mask, old - teacher, 0.0)
     batch["advantages"] = batch["advantages"] - weight * kl
     sums = torch.stack([sampled.sum().double(), mask.sum().double(), kl.double().sum()])
-    tokens, taught_tokens, total = sum_over_replicas(runtime, sums).tolist()
-    return {
-        "policy/teacher_kl": total / max(taught_tokens, 1),
-        "policy/taught": taught_tokens / max(tokens, 1),
-    }
+    tokens, taught, total = sum_over_replicas(runtime, sums).tolist()
+    return {"policy/teacher_kl": total / max(taught, 1), "policy/taught": taught / max(tokens, 1)}
 
 
 def add_returns(

@@ -144,12 +144,10 @@ class InferenceModel:
             if not column.isfinite().all()
         ]
         if any_rank(self.runtime, bool(problems)):
-            first_problem = next(
+            problem = next(
                 text for texts in gather_objects(self.runtime, problems, list[str]) for text in texts
             )
-            raise NumericalError(
-                f"{self.name}: {first_problem} are not finite; nothing was updated with them"
-            )
+            raise NumericalError(f"{self.name}: {problem} are not finite; nothing was updated with them")
         return result
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
@@ -392,10 +390,8 @@ class TrainableModel(InferenceModel):
             reports = gather_objects(self.runtime, problems, list[str])
             # Report a bad loss first: it makes all gradients bad.
             problems_and_ranks = [(text, rank) for rank, report in enumerate(reports) for text in report]
-            first_problem, rank = min(problems_and_ranks, key=lambda pair: not pair[0].startswith("loss"))
-            raise NumericalError(
-                f"{self.name} update, rank {rank}: {first_problem}; the update was not applied"
-            )
+            problem, rank = min(problems_and_ranks, key=lambda pair: not pair[0].startswith("loss"))
+            raise NumericalError(f"{self.name} update, rank {rank}: {problem}; the update was not applied")
         sums: dict[str, float] = {}
         for stats in stats_by_micro_batch:
             for key, number in stats.items():

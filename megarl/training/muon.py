@@ -17,12 +17,9 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 
     layer_wise.tag_params_for_buffer_routing(model.chunks)
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    splits_buckets = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(
-        ignore_virtual=True
-    )
-    bucket_size = (
-        (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if splits_buckets else None
-    )  # as in DDP
+    has_buckets = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    # DDP's default size.
+    bucket_size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if has_buckets else None
     compute_layout = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
     expert_replicas = parallel_state.get_expert_data_parallel_world_size()
     trained_parameters = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]

@@ -406,9 +406,7 @@ class HostCopier:
             plans = [SavePlan([part.item for part in share]) for share in parts_by_rank]
             try:
                 global_plans, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-                if [len(share.items) for share in plans] != [
-                    len(global_plan.items) for global_plan in global_plans
-                ]:
+                if [len(share.items) for share in plans] != [len(plan.items) for plan in global_plans]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:
                 failure = str(error)

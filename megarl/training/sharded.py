@@ -244,14 +244,11 @@ def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
     matrices = [
         (parameter, {"fp32_param": copy}, copy)
-        for group_pair in groups
-        for parameter, copy in zip(*group_pair, strict=True)
+        for pair in groups
+        for parameter, copy in zip(*pair, strict=True)
     ]
     matrices += [(parameter, {}, parameter) for group in muon.fp32_from_fp32_groups for parameter in group]
-    return [
-        (parameter, copies | muon.optimizer.state[main_parameter])
-        for parameter, copies, main_parameter in matrices
-    ]
+    return [(parameter, copies | muon.optimizer.state[main]) for parameter, copies, main in matrices]
 
 
 def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:

@@ -48,13 +48,10 @@ def select_clip_cov(
     They are at most the configured share of all tokens, or one."""
     token_indices = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, token_indices, logprobs, runtime)
-    new_logprobs, old_logprobs = (
-        logprobs[token_indices].double(),
-        batch[config.old_column][token_indices].double(),
-    )
-    ratio = log_ratio(new_logprobs, old_logprobs, torch.ones_like(token_indices, dtype=torch.bool)).exp()
+    new, old = logprobs[token_indices].double(), batch[config.old_column][token_indices].double()
+    ratio = log_ratio(new, old, torch.ones_like(token_indices, dtype=torch.bool)).exp()
     advantage = batch["advantages"][token_indices].double()
-    clipped = ppo(Tokens(ratio, advantage, new_logprobs, config.clip_low, config.clip_high, old_logprobs))
+    clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     in_bounds = (covariance > config.covariance.low) & (covariance < config.covariance.high)
     token_indices = token_indices[in_bounds & ~clipped.too_low & ~clipped.too_high]
     chosen = find_among_largest(
@@ -71,11 +68,11 @@ def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tenso
 
 def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtime) -> tuple[Tensor, float]:
     """Return the covariances of the tokens `at`, float64, and their number on all replicas."""
-    new_logprobs, advantage = logprobs[at].double(), batch["advantages"][at].double()
-    sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new_logprobs.sum()])
+    new, advantage = logprobs[at].double(), batch["advantages"][at].double()
+    sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
     count, advantage_sum, logprob_sum = sum_over_replicas(runtime, sums).tolist()
     mean_advantage, mean_logprob = advantage_sum / max(count, 1), logprob_sum / max(count, 1)
-    return (advantage - mean_advantage) * (new_logprobs - mean_logprob), count
+    return (advantage - mean_advantage) * (new - mean_logprob), count
 
 
 def _share(config: AlgorithmConfig, count: float) -> int:
