@@ -247,8 +247,8 @@ class Actor(_Body):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         head_inputs = hidden.squeeze(1).index_select(0, indices), weight
         options: dict[str, Any] = {
             "vocab_start": self.vocab_start,

@@ -46,25 +46,25 @@ class Routing:
         values, router_choice = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        chosen, tokens = router_choice, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
+        experts, tokens = router_choice, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
         is_counting = self.grad is not None and self.grad == torch.is_grad_enabled()
         if self.packed.routing is not None:
             recorded = self.packed.routing[self.layer, tokens].to(scores.device).long()
-            known = recorded[:, :1] < scores.shape[1]
-            chosen = torch.where(known, recorded, router_choice)
-            values = scores.gather(1, chosen)
+            is_known = recorded[:, :1] < scores.shape[1]
+            experts = torch.where(is_known, recorded, router_choice)
+            values = scores.gather(1, experts)
             if is_counting:  # padding has no recorded choice
                 is_equal = (router_choice[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
-                self.compared += torch.stack([known.sum(), (known & ~is_equal).sum()])
+                self.compared += torch.stack([is_known.sum(), (is_known & ~is_equal).sum()])
         if is_counting:
             is_real = self.packed.real_tokens
             increments = (
-                torch.ones_like(chosen)
+                torch.ones_like(experts)
                 if is_real is None
-                else is_real[tokens, None].to(chosen).expand_as(chosen)
+                else is_real[tokens, None].to(experts).expand_as(experts)
             )
-            self.load.index_add_(0, chosen.flatten(), increments.flatten())
-        return values, chosen
+            self.load.index_add_(0, experts.flatten(), increments.flatten())
+        return values, experts
 
 
 def watch_routers(model: Any, device: torch.device) -> list[Routing]:

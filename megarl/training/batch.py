@@ -50,14 +50,14 @@ def make_train_batch(
         batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
 
     all_sequences = torch.ones(rollout.num_sequences, dtype=torch.bool)
-    finished = ~rollout["unfinished"] if "unfinished" in rollout else all_sequences
+    is_finished = ~rollout["unfinished"] if "unfinished" in rollout else all_sequences
     packer = Packer(rollout, batch.rows, groups, shares, config, models[0], runtime)
     batch.mini_batches = packer.pack(batch, mini_batch // smallest_size, rollout.lengths, all_sequences)
     batch.critic_mini_batches = [batch.mini_batches]
     critic_parts = critic_mini_batch // smallest_size
     if config.has_prompt_critic:
         prompts, token_indices = prompts_alone(batch)
-        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), finished)
+        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), is_finished)
         batch.critic_mini_batches = [
             [
                 [
@@ -67,10 +67,10 @@ def make_train_batch(
                 for micro_batches in mini_batches
             ]
         ]
-    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not finished.all():
-        numbers = critic_numbers(rollout, config)
+    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not is_finished.all():
+        critic_by_row = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
-            packer.pack(batch, critic_parts, rollout.lengths, finished & (numbers == critic))
+            packer.pack(batch, critic_parts, rollout.lengths, is_finished & (critic_by_row == critic))
             for critic in range(config.critic.count)
         ]
     return batch
@@ -245,9 +245,9 @@ def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
 
     If one size divides another, the larger mini-batches are unions of the smaller."""
     group_numbers = groups.unique(return_inverse=True)[1]
-    shuffled = torch.randperm(int(group_numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
-    shuffled_position = torch.empty_like(shuffled)
-    shuffled_position[shuffled] = torch.arange(len(shuffled))
+    permutation = torch.randperm(int(group_numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
+    shuffled_position = torch.empty_like(permutation)
+    shuffled_position[permutation] = torch.arange(len(permutation))
     ids = torch.empty_like(groups)
     ids[shuffled_position[group_numbers].argsort(stable=True)] = torch.arange(len(groups)) // mini_batch
     return ids

@@ -322,10 +322,10 @@ class TrainableModel(InferenceModel):
         sums: dict[str, float] = {}
         norms: list[float] = []
         passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
-        for number, micro_batches in enumerate(passes, start=1):
+        for update_number, micro_batches in enumerate(passes, start=1):
             if before:
-                before(number, micro_batches)
-            result = self.update(micro_batches, loss, more=number < len(passes) and before is None)
+                before(update_number, micro_batches)
+            result = self.update(micro_batches, loss, more=update_number < len(passes) and before is None)
             norms.append(result.grad_norm)
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value

@@ -96,9 +96,9 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
             if _is_adam(optimizer):
                 _load_optimizer(optimizer, saved_state)
                 continue
-            for number, (_, tensors) in enumerate(_list_matrices(optimizer)):
+            for matrix_index, (_, tensors) in enumerate(_list_matrices(optimizer)):
                 for key, tensor in tensors.items():
-                    tensor.detach().copy_(saved_state[str(number)][key])
+                    tensor.detach().copy_(saved_state[str(matrix_index)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
@@ -110,23 +110,23 @@ def load_model(model: ModelChunks, folder: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
-    objects = {number: _take_objects(chunk) for number, chunk in wanted["model"].items()}
+    objects = {chunk_index: _take_objects(chunk) for chunk_index, chunk in wanted["model"].items()}
     try:
         index = check_trainable(folder)
         with quiet_warnings(), on_cpu():
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-        for number, keys_by_name in objects.items():
+        for chunk_index, keys_by_name in objects.items():
             for name, key in keys_by_name.items():
                 history = read_history(folder, index, key)
-                loaded["model"][number][name] = _for_transformer_engine(history, model.config)
+                loaded["model"][chunk_index][name] = _for_transformer_engine(history, model.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
         raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
     unmatched_names = [
         name
-        for number, chunk in enumerate(model.chunks)
-        for names in chunk.load_state_dict(loaded["model"][str(number)], strict=False)
+        for chunk_index, chunk in enumerate(model.chunks)
+        for names in chunk.load_state_dict(loaded["model"][str(chunk_index)], strict=False)
         for name in names
     ]
     only_adapters = _has_adapters(model)
@@ -177,10 +177,10 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     Portable and Transformer Engine layers have equal names, except FP8's extra state with recipe delayed.
     With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
-        return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
+        return {str(chunk_index): _adapters(chunk) for chunk_index, chunk in enumerate(model.chunks)}
     keeps_extra_state = model.config.fp8 and model.config.fp8_recipe == "delayed"
     states = {}
-    for number, chunk in enumerate(model.chunks):
+    for chunk_index, chunk in enumerate(model.chunks):
         state = (
             MegatronModule.sharded_state_dict(chunk, **options)
             if isinstance(chunk, Critic)
@@ -189,7 +189,7 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
         filtered_state = {
             name: value for name, value in state.items() if keeps_extra_state or f".{EXTRA}" not in name
         }
-        states[str(number)] = filtered_state
+        states[str(chunk_index)] = filtered_state
     return states
 
 
@@ -254,10 +254,10 @@ def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
 def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
     matrices, state = _list_matrices(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (parameter for parameter, _ in matrices))
-    for number, (_, tensors) in enumerate(matrices):
+    for matrix_index, (_, tensors) in enumerate(matrices):
         # Only this data-parallel replica has it.
-        shard = replace(shards[number], replica_id=int(any(shards[number].replica_id[:2])))
-        state[str(number)] = {
+        shard = replace(shards[matrix_index], replica_id=int(any(shards[matrix_index].replica_id[:2])))
+        state[str(matrix_index)] = {
             key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
             for key, tensor in tensors.items()
         }

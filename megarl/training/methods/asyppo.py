@@ -24,12 +24,12 @@ def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) 
     sums = torch.stack([in_loss.sum().double(), spread[in_loss].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
     metrics, masks = {"value/spread": total / max(tokens, 1)}, {}
-    for name, share, order in (
+    for name, share, sort_keys in (
         ("agreed", config.mask, keys),
         ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
     ):
         masks[name] = in_loss.clone()
-        masks[name][in_loss] = find_among_smallest(runtime, order, int(share * tokens))
+        masks[name][in_loss] = find_among_smallest(runtime, sort_keys, int(share * tokens))
         count = float(sum_over_replicas(runtime, masks[name].sum()))
         metrics[f"policy/{name}"] = count / max(tokens, 1)
     batch["advantages"] = batch["advantages"].masked_fill(masks["agreed"], 0.0)

@@ -31,8 +31,8 @@ def select_kl_cov(
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     token_indices = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, token_indices, logprobs, runtime)
-    chosen = find_among_largest(runtime, covariance, random_numbers[token_indices], _share(config, count))
-    return _mark(batch, token_indices[chosen])
+    is_chosen = find_among_largest(runtime, covariance, random_numbers[token_indices], _share(config, count))
+    return _mark(batch, token_indices[is_chosen])
 
 
 def select_clip_cov(
@@ -54,10 +54,10 @@ def select_clip_cov(
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     in_bounds = (covariance > config.covariance.low) & (covariance < config.covariance.high)
     token_indices = token_indices[in_bounds & ~clipped.too_low & ~clipped.too_high]
-    chosen = find_among_largest(
+    is_chosen = find_among_largest(
         runtime, random_numbers[token_indices], random_numbers[token_indices], _share(config, count)
     )
-    return _mark(batch, token_indices[chosen])
+    return _mark(batch, token_indices[is_chosen])
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
