@@ -76,14 +76,14 @@ def choose_layers(model: ModelConfig, device: torch.device) -> str:
 
     Raises ConfigError if te or FP8 is wanted and CUDA, Transformer Engine or FP8 hardware is missing."""
     fp8 = model.fp8.format != "none"
-    experts = [key for key in ("grouped_experts", "permute_fusion") if getattr(model, key)]
-    asked = model.layers == "te" or fp8 or experts
-    if not asked and (model.layers == "portable" or device.type != "cuda"):
+    expert_keys = [key for key in ("grouped_experts", "permute_fusion") if getattr(model, key)]
+    requires_te = model.layers == "te" or fp8 or expert_keys
+    if not requires_te and (model.layers == "portable" or device.type != "cuda"):
         return "portable"
     problem = transformer_engine_problem(device.type)
-    if problem and asked:
+    if problem and requires_te:
         key = "model.fp8.format: " if fp8 else "model.layers: te "
-        key = f"model.{experts[0]}: " if experts else key
+        key = f"model.{expert_keys[0]}: " if expert_keys else key
         raise ConfigError(f"{key}{problem} (make install-gpu, or use portable layers without FP8)")
     if fp8:
         check_device(model.fp8.recipe, device)
@@ -95,8 +95,8 @@ def warn_unfused_attention(model: ModelConfig) -> str:
 
     In float32 it has no other kernel."""
     module = sys.modules.get(_ATTENTION)
-    chosen = module and vars(module)["_attention_backends"]["use_unfused_attention"]
-    if not chosen or model.dtype == "fp32" or model.attention != "auto":
+    is_unfused = module and vars(module)["_attention_backends"]["use_unfused_attention"]
+    if not is_unfused or model.dtype == "fp32" or model.attention != "auto":
         return ""
     problem = "attention is unfused and keeps all scores in memory: no fused kernel takes these shapes"
     return f"{problem} (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why; model.attention=fused makes it an error)"
@@ -117,17 +117,17 @@ class _Body(GPTModel):
         self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int, *, tied: bool
     ) -> None:
         family = get_family(hf.to_dict())
-        layers = "portable" if family.is_linear else choose_layers(config.model, runtime.device)
+        layers_kind = "portable" if family.is_linear else choose_layers(config.model, runtime.device)
         sizes = Sizes.from_config(hf.to_dict())
-        megatron = _transformer_config(config, hf, runtime, layers, family, sizes)
+        transformer_config = _transformer_config(config, hf, runtime, layers_kind, family, sizes)
         lora = config.critic.lora if isinstance(self, Critic) else config.actor.lora
-        own = runtime.layout.layers(sizes.layers, runtime.pp_rank)
-        chunk = len(own) // runtime.layout.vpp
-        own = own[chunk * vp_stage : chunk * (vp_stage + 1)]
+        layer_indices = runtime.layout.layers(sizes.layers, runtime.pp_rank)
+        layers_per_chunk = len(layer_indices) // runtime.layout.vpp
+        layer_indices = layer_indices[layers_per_chunk * vp_stage : layers_per_chunk * (vp_stage + 1)]
         super().__init__(
-            config=megatron,
+            config=transformer_config,
             transformer_layer_spec=_block_spec(
-                megatron, layers, family, sizes, own, adapters=lora.rank is not None
+                transformer_config, layers_kind, family, sizes, layer_indices, adapters=lora.rank is not None
             ),
             vocab_size=padded_vocab(hf.vocab_size, runtime.layout.tp),
             max_sequence_length=hf.max_position_embeddings,
@@ -137,20 +137,20 @@ class _Body(GPTModel):
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        if config.update.share_prompts and layers != "portable":
-            what = f"needs portable layers, and model.layers {config.model.layers} chose {layers}"
+        if config.update.share_prompts and layers_kind != "portable":
+            what = f"needs portable layers, and model.layers {config.model.layers} chose {layers_kind}"
             raise ConfigError(f"update.share_prompts: {what} here (set it to false, or layers to portable)")
-        self.layers_kind = layers
+        self.layers_kind = layers_kind
         self.input_needs_gradient = False  # see _prepare
         if family.is_latent:  # Megatron creates a rotary embedding in each layer; share one
             self.rotary_pos_emb = RotaryEmbedding(
                 hf.qk_rope_head_dim,
                 1.0,
-                use_cpu_initialization=megatron.use_cpu_initialization,
+                use_cpu_initialization=transformer_config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
             for attention in (layer.self_attention for layer in self.decoder.layers):
-                if layers == "te":
+                if layers_kind == "te":
                     attention.rotary_pos_emb = self.rotary_pos_emb
                 for norm in (attention.kv_layernorm, getattr(attention, "q_layernorm", None)):
                     if norm is not None:
@@ -177,12 +177,17 @@ class _Body(GPTModel):
         if self.layers_kind == "portable":
             packed = PackedPlan.make(cu_seqlens, device, cp, self.cp_rank, prompts)
         else:
-            longest = int(cu_seqlens.diff().max())
-            lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-            ends = cu_seqlens.to(device, torch.int32)
-            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **lengths)
+            max_seqlen = int(cu_seqlens.diff().max())
+            max_lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_kv": max_seqlen}
+            device_cu_seqlens = cu_seqlens.to(device, torch.int32)
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=device_cu_seqlens,
+                cu_seqlens_kv=device_cu_seqlens,
+                **max_lengths,
+            )
             if cp > 1:  # Transformer Engine's ring attention needs these (context_parallel.py)
-                packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = ends
+                packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = device_cu_seqlens
         packed.real_tokens = packed.routing = None
         return packed
 
@@ -242,10 +247,10 @@ class Actor(_Body):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         elif group is not None:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        given = hidden.squeeze(1).index_select(0, indices), weight
-        shard: dict[str, Any] = {
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        head_inputs = hidden.squeeze(1).index_select(0, indices), weight
+        options: dict[str, Any] = {
             "vocab_start": self.vocab_start,
             "vocab_shard_size": self.vocab_shard_size,
             "temperature": self.temperature,
@@ -253,8 +258,8 @@ class Actor(_Body):
             "group": group,
         }
         if self.top_k is not None:
-            return vocab_parallel_top_k(*given, *self.top_k, **shard)
-        return vocab_parallel_logprobs(*given, labels, **shard)
+            return vocab_parallel_top_k(*head_inputs, *self.top_k, **options)
+        return vocab_parallel_logprobs(*head_inputs, labels, **options)
 
 
 class Critic(_Body):
@@ -288,8 +293,8 @@ class ModelChunks(torch.nn.Module):
     ) -> None:
         super().__init__()
         with on_cpu():
-            made = [kind(config, hf, runtime, stage) for stage in range(runtime.layout.vpp)]
-        self.chunks: Any = torch.nn.ModuleList(made)
+            chunks = [kind(config, hf, runtime, stage) for stage in range(runtime.layout.vpp)]
+        self.chunks: Any = torch.nn.ModuleList(chunks)
 
     @property
     def config(self) -> TransformerConfig:
@@ -309,11 +314,11 @@ class ModelChunks(torch.nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Number layers through all chunks of the rank."""
-        before = 0
+        layer_offset = 0
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(*args, **kwargs):
-                yield LAYER.sub(lambda match: str(int(match[0]) + before), name), parameter  # noqa: B023
-            before += len(chunk.decoder.layers)
+                yield LAYER.sub(lambda match: str(int(match[0]) + layer_offset), name), parameter  # noqa: B023
+            layer_offset += len(chunk.decoder.layers)
 
 
 def build_actor(config: Config, hf: PretrainedConfig, runtime: Runtime) -> ModelChunks:
@@ -369,18 +374,22 @@ def _prepare(
             parameter.tensor_model_parallel = False
     if optimizer.freezes:
         # Freeze before Megatron's DDP and optimizer are built: they skip frozen parameters.
-        critic = isinstance(model.chunks[0], Critic)
-        own = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=critic)
-        frozen = {name for name, pair, layer, _ in own if is_frozen(pair, layer, optimizer)}
+        is_critic = isinstance(model.chunks[0], Critic)
+        stage_parameters = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=is_critic)
+        frozen_names = {
+            name for name, pair, layer, _ in stage_parameters if is_frozen(pair, layer, optimizer)
+        }
         for name, parameter in rename_to_table(dict(model.named_parameters())).items():
-            parameter.requires_grad_(name not in frozen)
+            parameter.requires_grad_(name not in frozen_names)
         # A recomputed module gets no weight gradients if its input needs none, as after frozen embeddings.
-        first, c = model.chunks[0], model.config
-        again = c.recompute_granularity == "full" or (
+        first_chunk, c = model.chunks[0], model.config
+        recomputes_mlp = c.recompute_granularity == "full" or (
             c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
         )
-        trained = any(parameter.requires_grad for parameter in first.decoder.layers.parameters())
-        first.input_needs_gradient = first.pre_process and again and trained
+        has_trained_layers = any(
+            parameter.requires_grad for parameter in first_chunk.decoder.layers.parameters()
+        )
+        first_chunk.input_needs_gradient = first_chunk.pre_process and recomputes_mlp and has_trained_layers
     return model.to(runtime.device)
 
 
@@ -401,7 +410,7 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
     if sizes.linear:
         options["linear_attention_freq"] = [int(layer in sizes.linear) for layer in range(sizes.layers)]
     if family.is_latent:
-        factor, power = yarn_softmax(hf)
+        factor, mscale = yarn_softmax(hf)
         options |= {
             "q_lora_rank": hf.q_lora_rank,
             "kv_lora_rank": hf.kv_lora_rank,
@@ -411,7 +420,7 @@ def _attention_options(hf: PretrainedConfig, family: Family, sizes: Sizes) -> di
             # `_Body` sets the frequencies. Megatron still scales YaRN's softmax by these two.
             "rope_type": "rope",
             "rotary_scaling_factor": factor,
-            "mscale_all_dim": power,
+            "mscale_all_dim": mscale,
         }
     return options
 
@@ -462,8 +471,8 @@ def _transformer_config(
     if family.is_moe and layout.tp > 1 and not sequence_parallel:
         problem = "false, but experts under tensor parallelism need it (leave it out)"
         raise ConfigError(f"parallel.sequence_parallel: {problem}")
-    kind = MLATransformerConfig if family.is_latent else TransformerConfig
-    return kind(
+    config_class = MLATransformerConfig if family.is_latent else TransformerConfig
+    return config_class(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
@@ -534,55 +543,55 @@ def _block_spec(
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         norm = TENorm
-    of_queries = norm if family.has("q_layernorm.weight") else IdentityOp
+    query_norm = norm if family.has("q_layernorm.weight") else IdentityOp
     specs = {}
-    kinds = [(sizes.experts > 0 and layer >= sizes.dense, layer in sizes.linear) for layer in own]
-    for mixture, linear in set(kinds):
-        experts = config.num_moe_experts if mixture else None
+    layer_kinds = [(sizes.experts > 0 and layer >= sizes.dense, layer in sizes.linear) for layer in own]
+    for is_mixture, is_linear in set(layer_kinds):
+        num_experts = config.num_moe_experts if is_mixture else None
         if kind == "te":
             layer = get_gpt_layer_with_transformer_engine_spec(
                 qk_layernorm=config.qk_layernorm,
-                num_experts=experts,
-                moe_grouped_gemm=config.moe_grouped_gemm and mixture,
+                num_experts=num_experts,
+                moe_grouped_gemm=config.moe_grouped_gemm and is_mixture,
                 multi_latent_attention=family.is_latent,
             )
-            parts = layer.submodules
+            modules = layer.submodules
             if family.is_latent:  # separate norms
-                attention, parts.self_attention.module = parts.self_attention.submodules, LatentAttention
-                attention.q_layernorm, attention.kv_layernorm = of_queries, TENorm
+                attention, modules.self_attention.module = modules.self_attention.submodules, LatentAttention
+                attention.q_layernorm, attention.kv_layernorm = query_norm, TENorm
                 attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
             if adapters:  # they need the norm's output, which fused layers hide
-                parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+                modules.input_layernorm = modules.pre_mlp_layernorm = TENorm
                 if not family.is_latent:
-                    parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-                if not mixture:
-                    parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+                    modules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+                if not is_mixture:
+                    modules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         else:
             layer = get_gpt_layer_local_spec(
                 normalization="RMSNorm",
                 qk_layernorm=config.qk_layernorm,
-                num_experts=experts,
+                num_experts=num_experts,
                 multi_latent_attention=family.is_latent,
             )
-            parts = layer.submodules
-            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-            attention = parts.self_attention.submodules
+            modules = layer.submodules
+            modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+            attention = modules.self_attention.submodules
             attention.core_attention = PackedAttention
             if family.is_latent:
-                parts.self_attention.module = LatentAttention
-                attention.q_layernorm, attention.kv_layernorm = of_queries, RMSNorm
-                parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+                modules.self_attention.module = LatentAttention
+                attention.q_layernorm, attention.kv_layernorm = query_norm, RMSNorm
+                modules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
-            if mixture:
+            if is_mixture:
                 # Keep Transformer Engine's checkpoint name: it fuses this norm only in dense layers.
-                del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+                del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         if config.attention_output_gate:
-            parts.self_attention.module = GatedAttention
-        if linear:
-            parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
+            modules.self_attention.module = GatedAttention
+        if is_linear:
+            modules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes})
         if family.has("_bda.output_norm.weight"):
-            block = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
-            parts.self_attn_bda = parts.mlp_bda = block
-        specs[mixture, linear] = layer
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
+            residual_spec = ModuleSpec(module=AddToResidual, params={"config": config, "norm": norm})
+            modules.self_attn_bda = modules.mlp_bda = residual_spec
+        specs[is_mixture, is_linear] = layer
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in layer_kinds], layer_norm=norm)

@@ -42,9 +42,9 @@ def delta_rule(
         decay (g), beta: float32 [rows, t, heads]; a token with g = beta = 0 leaves S unchanged
         state: initial S, zero if None
     Returns outputs like value, and the final S, float32 [rows, heads, dk, dv]."""
-    tokens, kind = value.shape[1], value.dtype
-    shared = value.shape[2] // key.shape[2]
-    query, key = (_unit(x).repeat_interleave(shared, 2) for x in (query, key))
+    tokens, dtype = value.shape[1], value.dtype
+    heads_per_key = value.shape[2] // key.shape[2]
+    query, key = (_unit(x).repeat_interleave(heads_per_key, 2) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
     chunk = min(CHUNK, tokens)
     query, key, value, decay, beta = (
@@ -54,25 +54,30 @@ def delta_rule(
         for x in (query, key, value, decay, beta)
     )  # [rows, heads, chunks, chunk, ...]
     decay = decay.cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
-    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
-    written = beta[..., None] * key
+    is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
+    pair_decay = (decay[..., :, None] - decay[..., None, :]).masked_fill(is_later, -torch.inf).exp()
+    decay_since_start, decay_until_end = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+    scaled_key = beta[..., None] * key
     # Per chunk: its tokens' writes to a zero state, and their removal from the incoming state.
-    system = written @ key.mT * between
-    both = torch.cat([beta[..., None] * value, written * since], -1)
-    fresh, taken = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
+    system = scaled_key @ key.mT * pair_decay
+    rhs = torch.cat([beta[..., None] * value, scaled_key * decay_since_start], -1)
+    writes, removals = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True).split(
         [value.shape[-1], key.shape[-1]], -1
     )
-    seen, query, key, whole = query @ key.mT * between, query * since, key * until, since[..., -1:, :]
+    scores, query, key, chunk_decay = (
+        query @ key.mT * pair_decay,
+        query * decay_since_start,
+        key * decay_until_end,
+        decay_since_start[..., -1:, :],
+    )
     if state is None:
         state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for n in range(value.shape[2]):
-        change = fresh[:, :, n] - taken[:, :, n] @ state
-        outputs.append(query[:, :, n] @ state + seen[:, :, n] @ change)
-        state = state * whole[:, :, n] + key[:, :, n].mT @ change
-    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2).to(kind), state
+        change = writes[:, :, n] - removals[:, :, n] @ state
+        outputs.append(query[:, :, n] @ state + scores[:, :, n] @ change)
+        state = state * chunk_decay[:, :, n] + key[:, :, n].mT @ change
+    return torch.cat(outputs, 2)[:, :, :tokens].transpose(1, 2).to(dtype), state
 
 
 def delta_step(
@@ -81,8 +86,8 @@ def delta_step(
     """Apply `delta_rule` to one token of each row and return outputs and state.
 
     Shapes are those of `delta_rule` without t. Sums have a fixed size, so results are batch-invariant."""
-    shared = value.shape[1] // key.shape[1]
-    query, key = (x.repeat_interleave(shared, 1)[..., None] for x in (_unit(query), _unit(key)))
+    heads_per_key = value.shape[1] // key.shape[1]
+    query, key = (x.repeat_interleave(heads_per_key, 1)[..., None] for x in (_unit(query), _unit(key)))
     state = state * decay.exp()[..., None, None]
     change = beta[..., None] * (value.float() - (state * key).sum(-2))
     state = state + key * change[..., None, :]

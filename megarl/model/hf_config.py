@@ -31,32 +31,32 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
 
 def check_buildable(folder: Path) -> None:
     """Raise CheckpointError `config.json: key: problem` if the builder would refuse the model."""
-    described, hf = read_config(folder), read_hf_config(folder)
-    sizes = Sizes.from_config(described)
-    taken: dict[str, tuple[Any, Any]] = {
+    raw_config, hf = read_config(folder), read_hf_config(folder)
+    sizes = Sizes.from_config(raw_config)
+    values_by_key: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
-        "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
+        "tie_word_embeddings": (is_tied(raw_config), hf.tie_word_embeddings),
     }
-    if get_family(described).is_latent:
-        taken["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
+    if get_family(raw_config).is_latent:
+        values_by_key["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
     else:
-        taken["head_dim"] = (sizes.head_dim, head_dim(hf))
-    for key, value in get_family(described).requires:
-        found = getattr(hf, key, None)
-        taken[key] = (value, value if found is None else found)
+        values_by_key["head_dim"] = (sizes.head_dim, head_dim(hf))
+    for key, value in get_family(raw_config).requires:
+        attribute = getattr(hf, key, None)
+        values_by_key[key] = (value, value if attribute is None else attribute)
     switches = {pair.switch.removeprefix("not ") for pair in FAMILIES[hf.model_type].layer}
     for key in switches - {""}:
-        taken[key] = (is_on(key, described), getattr(hf, key) not in (None, False))
+        values_by_key[key] = (is_on(key, raw_config), getattr(hf, key) not in (None, False))
     try:
-        for key, (ours, theirs) in taken.items():
-            if ours != theirs:  # missing, and our defaults differ
-                meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
-                raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
+        for key, (megarl_value, hf_value) in values_by_key.items():
+            if megarl_value != hf_value:  # missing, and our defaults differ
+                difference = f"transformers takes {json.dumps(hf_value)}, not {json.dumps(megarl_value)}"
+                raise CheckpointError(f"config.json: {key}: is missing, and {difference} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")
-        normalised = get_family(described).is_moe and getattr(hf, "norm_topk_prob", True)
+        normalised = get_family(raw_config).is_moe and getattr(hf, "norm_topk_prob", True)
         if normalised and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")
@@ -69,20 +69,20 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 
     Raises CheckpointError for a rope_type that cannot be computed or scales attention too."""
     rope = hf.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
+    rope_type = rope.get("rope_type", "default")
+    if rope_type == "default":
         dim = int(head_dim(hf) * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     try:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"config.json: rope_type: {kind!r} cannot be computed: {what} (are its factors there?)"
+            f"config.json: rope_type: {rope_type!r} cannot be computed: {what} (are its factors there?)"
         ) from None
     if factor != 1.0:
         raise CheckpointError(
-            f"config.json: rope_type: {kind!r} scales attention by {factor}, which is not implemented"
+            f"config.json: rope_type: {rope_type!r} scales attention by {factor}, which is not implemented"
         )
     return frequencies.float()
 
@@ -90,8 +90,8 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 def yarn_softmax(hf: PretrainedConfig) -> tuple[float, float]:
     """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2."""
     rope = hf.rope_parameters
-    stretched = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
-    return (rope["factor"], rope["mscale_all_dim"]) if stretched else (1.0, 0.0)
+    is_scaled = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
+    return (rope["factor"], rope["mscale_all_dim"]) if is_scaled else (1.0, 0.0)
 
 
 def head_dim(hf: PretrainedConfig) -> int:

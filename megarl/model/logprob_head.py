@@ -59,27 +59,27 @@ def vocab_parallel_top_k(
     Probabilities are over the whole vocabulary."""
     maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(maximum)
-    best = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
-    tokens = torch.zeros_like(best, dtype=torch.int64)
+    top_logits = hidden.new_full((hidden.shape[0], k), -torch.inf, dtype=torch.float32)
+    tokens = torch.zeros_like(top_logits, dtype=torch.int64)
     for part in _chunks(vocab_shard_size, chunk):
-        logits, first = _logits(hidden, weight[part], temperature), vocab_start + part.start
+        logits, first_token = _logits(hidden, weight[part], temperature), vocab_start + part.start
         total *= _raise(maximum, logits.amax(-1))
         total += (logits - maximum[:, None]).exp_().sum(-1)
-        logits = logits[:, : max(0, limit - first)]
-        values, at = logits.topk(min(k, logits.shape[1]), -1)
-        best, chosen = torch.cat([best, values], -1).topk(k, -1)
-        tokens = torch.cat([tokens, first + at], -1).gather(-1, chosen)
+        logits = logits[:, : max(0, limit - first_token)]
+        values, columns = logits.topk(min(k, logits.shape[1]), -1)
+        top_logits, indices = torch.cat([top_logits, values], -1).topk(k, -1)
+        tokens = torch.cat([tokens, first_token + columns], -1).gather(-1, indices)
     if group is not None:
-        highest = maximum.clone()
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        total *= _raise(maximum, highest)
+        global_maximum = maximum.clone()
+        dist.all_reduce(global_maximum, op=dist.ReduceOp.MAX, group=group)
+        total *= _raise(maximum, global_maximum)
         dist.all_reduce(total, group=group)
-        of_ranks = [[torch.empty_like(x) for _ in range(group.size())] for x in (best, tokens)]
-        for gathered, own in zip(of_ranks, (best, tokens), strict=True):
-            dist.all_gather(gathered, own, group=group)
-        best, chosen = torch.cat(of_ranks[0], -1).topk(k, -1)
-        tokens = torch.cat(of_ranks[1], -1).gather(-1, chosen)
-    return best - (maximum + total.log())[:, None], tokens
+        gathered_tensors = [[torch.empty_like(x) for _ in range(group.size())] for x in (top_logits, tokens)]
+        for shards, local in zip(gathered_tensors, (top_logits, tokens), strict=True):
+            dist.all_gather(shards, local, group=group)
+        top_logits, indices = torch.cat(gathered_tensors[0], -1).topk(k, -1)
+        tokens = torch.cat(gathered_tensors[1], -1).gather(-1, indices)
+    return top_logits - (maximum + total.log())[:, None], tokens
 
 
 class _LogProbs(torch.autograd.Function):
@@ -103,16 +103,16 @@ class _LogProbs(torch.autograd.Function):
         sums = hidden.new_zeros(2 + local.shape[1], hidden.shape[0], dtype=torch.float32)
         for part in _chunks(vocab_shard_size, chunk):
             logits = _logits(hidden, weight[part], temperature)
-            column, mine = _find(local, part)
-            sums[2:] += torch.where(mine, logits.gather(-1, column), 0.0).T
+            column, in_chunk = _find(local, part)
+            sums[2:] += torch.where(in_chunk, logits.gather(-1, column), 0.0).T
             sums[:2] *= _raise(maximum, logits.amax(-1))
             shifted = (logits - maximum[:, None]).exp_()
             sums[0] += shifted.sum(-1)
             sums[1] += shifted.mul_(logits).sum(-1)
         if group is not None:
-            highest = maximum.clone()
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            sums[:2] *= _raise(maximum, highest)
+            global_maximum = maximum.clone()
+            dist.all_reduce(global_maximum, op=dist.ReduceOp.MAX, group=group)
+            sums[:2] *= _raise(maximum, global_maximum)
             dist.all_reduce(sums, group=group)
         log_normaliser = maximum + sums[0].log()
         logprobs = (sums[2:] - log_normaliser).T.contiguous()
@@ -144,11 +144,11 @@ class _LogProbs(torch.autograd.Function):
             else:  # d entropy / d logits = -softmax * (log softmax + entropy)
                 factor = (d_logits + entropy[:, None]).mul_((grad_entropy / ctx.temperature)[:, None])
                 d_logits.exp_().mul_(-(factor.add_(total)))
-            column, mine = _find(local, part)
-            own = torch.where(mine, grad, 0.0)
+            column, in_chunk = _find(local, part)
+            label_grad = torch.where(in_chunk, grad, 0.0)
             # Add the first label separately: a GPU adds equal entries in any order.
             for labels in (slice(0, 1), slice(1, None)):
-                d_logits.scatter_add_(-1, column[:, labels], own[:, labels])
+                d_logits.scatter_add_(-1, column[:, labels], label_grad[:, labels])
             d_logits = d_logits.to(hidden.dtype)
             grad_hidden += _product(d_logits, weight[part])
             if grad_weight is not None:
@@ -182,5 +182,5 @@ def _find(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 
 def _raise(maximum: Tensor, other: Tensor) -> Tensor:
     """Raise `maximum` to at least `other`; return the factor that rescales sums of exp(x - maximum)."""
-    before = maximum.clone()
-    return (before - torch.maximum(before, other, out=maximum)).exp_()
+    old_maximum = maximum.clone()
+    return (old_maximum - torch.maximum(old_maximum, other, out=maximum)).exp_()

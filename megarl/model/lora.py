@@ -57,29 +57,31 @@ class Adapters(torch.nn.Module):
         self.input_is_split, self.sequence_parallel = input_is_split, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        own = dict(self.named_parameters(recurse=False))
-        names = [name for name in self.rows if f"{name}_a" in own]
-        low = F.linear(x, torch.cat([own[f"{name}_a"] for name in names])) * self.scale
+        parameters = dict(self.named_parameters(recurse=False))
+        names = [name for name in self.rows if f"{name}_a" in parameters]
+        ax = F.linear(x, torch.cat([parameters[f"{name}_a"] for name in names])) * self.scale
         if self.input_is_split:  # row-parallel
             reduce = reduce_from_tensor_model_parallel_region
-            low = reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
+            ax = reduce_scatter_to_sequence_parallel_region(ax) if self.sequence_parallel else reduce(ax)
         elif self.input_is_split is not None:  # column-parallel
             if self.sequence_parallel:
-                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+                ax = gather_from_sequence_parallel_region(ax, tensor_parallel_output_grad=True)
             else:
-                low = copy_to_tensor_model_parallel_region(low)
-        parts = dict(zip(names, low.chunk(len(names), -1), strict=True))
-        added = [
-            F.linear(parts[name], own[f"{name}_b"]) if name in parts else low.new_zeros(*low.shape[:-1], rows)
+                ax = copy_to_tensor_model_parallel_region(ax)
+        parts = dict(zip(names, ax.chunk(len(names), -1), strict=True))
+        outputs = [
+            F.linear(parts[name], parameters[f"{name}_b"])
+            if name in parts
+            else ax.new_zeros(*ax.shape[:-1], rows)
             for name, rows in self.rows.items()
         ]
         if self.groups:
-            added = [one.unflatten(-1, (self.groups, -1)) for one in added]
+            outputs = [output.unflatten(-1, (self.groups, -1)) for output in outputs]
             if self.gates:
-                added[0], gates = added[0].tensor_split([-self.gates], -1)
-                added.append(gates)
-            return torch.cat(added, -1).flatten(-2)
-        return torch.cat(added, -1)
+                outputs[0], gates = outputs[0].tensor_split([-self.gates], -1)
+                outputs.append(gates)
+            return torch.cat(outputs, -1).flatten(-2)
+        return torch.cat(outputs, -1)
 
 
 def attach_adapters(
@@ -88,23 +90,23 @@ def attach_adapters(
     """Add adapters to linears, as a child module `lora` and a hook."""
     sizes, layout = get_sizes(hf_config, lora), runtime.layout
     adapted = [pair for pair in get_family(hf_config).layer if adapters(pair, lora)]
-    own = sizes.experts // layout.ep
+    local_experts = sizes.experts // layout.ep
     for layer, pair in product(chunk.decoder.layers, adapted):
         if not sizes.has(pair, layer.layer_number - 1):
             continue
         path = pair.megatron.removeprefix("decoder.layers.{l}.").removesuffix(".weight")
-        made = []
-        for expert in range(own) if pair.per_expert else (0,):
-            place = layer.layer_number - 1, layout.ep_rank(runtime.rank) * own + expert
-            made.append(_make_adapters(pair, place, sizes, lora, seed, chunk.config, runtime))
+        modules = []
+        for expert in range(local_experts) if pair.per_expert else (0,):
+            layer_and_expert = layer.layer_number - 1, layout.ep_rank(runtime.rank) * local_experts + expert
+            modules.append(_make_adapters(pair, layer_and_expert, sizes, lora, seed, chunk.config, runtime))
         if pair.per_expert and chunk.config.moe_grouped_gemm:
             linear = layer.get_submodule(path.replace("local_experts.{e}.", ""))
-            linear.lora = torch.nn.ModuleList(made)
+            linear.lora = torch.nn.ModuleList(modules)
             linear.register_forward_hook(_add_grouped)
             continue
-        for expert, one in enumerate(made):
+        for expert, module in enumerate(modules):
             linear = layer.get_submodule(path.format(e=expert))
-            linear.lora = one
+            linear.lora = module
             linear.register_forward_hook(_add)
 
 
@@ -121,14 +123,14 @@ def _make_adapters(
     tp, tp_rank = (1, 0) if pair.per_expert else (runtime.layout.tp, runtime.tp_rank)
     rows: dict[str, int] = {}
     for region in pair_shard(sizes, pair, *place, tp, tp_rank).regions:
-        module, (start, stop) = region.hf_name.split(".")[-2], region.hf_box[0]
-        rows[module] = rows.get(module, 0) + stop - start
+        module_name, (start, stop) = region.hf_name.split(".")[-2], region.hf_box[0]
+        rows[module_name] = rows.get(module_name, 0) + stop - start
     groups, gates = 0, 0
     if pair.operation == "qkv":
         groups = (sizes.key_heads if pair.kind == "linear" else sizes.kv_heads) // tp
         gates = sizes.value // sizes.key_heads if pair.hf[0][1].startswith("qkvz") else 0
     input_is_split = pair.operation == "row" if tp > 1 and pair.operation != "replicated" else None
-    made = Adapters(lora.scale, rows, groups, gates, input_is_split, config.sequence_parallel)
+    adapter_module = Adapters(lora.scale, rows, groups, gates, input_is_split, config.sequence_parallel)
     for matrix in adapters(pair, lora):
         shard, ((name, dims),) = pair_shard(sizes, matrix, *place, tp, tp_rank), matrix.hf
         values = torch.zeros(shard.shape, dtype=config.params_dtype)
@@ -136,9 +138,9 @@ def _make_adapters(
             digest = hashlib.sha256(f"{seed} {name.format(l=place[0], e=place[1])}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             shape = sizes.shape(dims)
-            whole = (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+            full_matrix = (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
             for region in shard.regions:
-                view(values, region.local_box).copy_(view(whole, region.hf_box))
+                view(values, region.local_box).copy_(view(full_matrix, region.hf_box))
         parameter: Any = torch.nn.Parameter(values)
         if matrix.operation != "replicated":
             dim = 1 if matrix.operation == "row" else 0
@@ -146,8 +148,8 @@ def _make_adapters(
         elif tp > 1:
             # Megatron sums marked gradients.
             parameter.sequence_parallel = config.sequence_parallel
-        made.register_parameter(matrix.megatron.rsplit(".", 1)[1], parameter)
-    return made
+        adapter_module.register_parameter(matrix.megatron.rsplit(".", 1)[1], parameter)
+    return adapter_module
 
 
 def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -159,18 +161,18 @@ def _add_grouped(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any
     if not linear.lora[0].enabled:
         return output
     parts = inputs[0].split([int(rows) for rows in inputs[1]])
-    added = [expert(part) for expert, part in zip(linear.lora, parts, strict=True)]
-    return output[0] + torch.cat(added), output[1]
+    outputs = [expert(part) for expert, part in zip(linear.lora, parts, strict=True)]
+    return output[0] + torch.cat(outputs), output[1]
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Disable the adapters, which gives the reference model."""
-    found = [module for module in model.modules() if isinstance(module, Adapters)]
-    for module in found:
+    modules = [module for module in model.modules() if isinstance(module, Adapters)]
+    for module in modules:
         module.enabled = False
     try:
         yield
     finally:
-        for module in found:
+        for module in modules:
             module.enabled = True

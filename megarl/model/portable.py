@@ -77,61 +77,63 @@ def plan_attention(
 
     Sequences with a shared prompt come last, in separate buckets per prompt.
     cu_seqlens: of the whole pack, on the host"""
-    local = cu_seqlens // cp
-    lengths, order = local.diff().sort(descending=True, stable=True)
-    families = [0] * len(lengths)
+    local_cu_seqlens = cu_seqlens // cp
+    lengths, order = local_cu_seqlens.diff().sort(descending=True, stable=True)
+    ordered_family_ids = [0] * len(lengths)
     if prompts is not None:
-        family = torch.where(prompts[1] > 0, prompts[0] + 1, 0)
-        order = order[family[order].argsort(stable=True)]
-        lengths, families = local.diff()[order], family[order].tolist()
-    starts, sizes = local[:-1][order], lengths.tolist()
+        family_ids = torch.where(prompts[1] > 0, prompts[0] + 1, 0)
+        order = order[family_ids[order].argsort(stable=True)]
+        lengths, ordered_family_ids = local_cu_seqlens.diff()[order], family_ids[order].tolist()
+    starts, sizes = local_cu_seqlens[:-1][order], lengths.tolist()
     buckets: list[Bucket] = []
-    gather: list[Tensor] = []
-    key_index: list[Tensor] = []
-    packed_from_padded = torch.empty(int(local[-1]), dtype=torch.int64)
+    token_indices: list[Tensor] = []
+    key_indices: list[Tensor] = []
+    packed_from_padded = torch.empty(int(local_cu_seqlens[-1]), dtype=torch.int64)
     first, offset = 0, 0
     while first < len(sizes):
         if not sizes[first]:
             first += 1
             continue
-        width, last, real = sizes[first], first, 0
+        width, end, num_tokens = sizes[first], first, 0
         while (
-            last < len(sizes)
-            and families[last] == families[first]
-            and real + sizes[last] >= (1 - MAX_PADDING) * width * (last - first + 1)
+            end < len(sizes)
+            and ordered_family_ids[end] == ordered_family_ids[first]
+            and num_tokens + sizes[end] >= (1 - MAX_PADDING) * width * (end - first + 1)
         ):
-            real += sizes[last]
-            last += 1
-        rows, column, row_lengths = last - first, torch.arange(width), lengths[first:last, None]
-        index = starts[first:last, None] + torch.minimum(column, row_lengths - 1)
-        position = offset + torch.arange(rows * width).view(rows, width)
+            num_tokens += sizes[end]
+            end += 1
+        rows, column, row_lengths = end - first, torch.arange(width), lengths[first:end, None]
+        token_index = starts[first:end, None] + torch.minimum(column, row_lengths - 1)
+        padded_position = offset + torch.arange(rows * width).view(rows, width)
         is_token = column < row_lengths
-        packed_from_padded[index[is_token]] = position[is_token]
-        gather.append(index.flatten())
+        packed_from_padded[token_index[is_token]] = padded_position[is_token]
+        token_indices.append(token_index.flatten())
         if cp > 1:
             last_key = cp * row_lengths - 1
-            key_index.append(
-                (cp * starts[first:last, None] + torch.arange(cp * width).minimum(last_key)).flatten()
+            key_indices.append(
+                (cp * starts[first:end, None] + torch.arange(cp * width).minimum(last_key)).flatten()
             )
         buckets.append(Bucket(rows, width, offset))
-        if prompts is not None and families[first]:
-            # The sequence that contains the prompt came before, so its place is known.
-            begin = int(packed_from_padded[families[first] - 1])
-            buckets[-1].prompt = slice(begin, begin + int(prompts[1][order[first]]))
+        if prompts is not None and ordered_family_ids[first]:
+            # The sequence with the prompt is in an earlier bucket, so its padded position is known.
+            prompt_start = int(packed_from_padded[ordered_family_ids[first] - 1])
+            buckets[-1].prompt = slice(prompt_start, prompt_start + int(prompts[1][order[first]]))
         offset += rows * width
-        first = last
-    padded = torch.cat(gather)
-    plan = AttentionPlan(buckets, padded.to(device), packed_from_padded.to(device))
+        first = end
+    padded_from_packed = torch.cat(token_indices)
+    plan = AttentionPlan(buckets, padded_from_packed.to(device), packed_from_padded.to(device))
     if cp > 1:
-        rank, place = cut(cu_seqlens, cp)
-        plan.keys = (rank * int(local[-1]) + place)[torch.cat(key_index)].to(device)
-        in_sequence = torch.arange(len(rank)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-        positions = in_sequence[rank == cp_rank][padded]
+        rank, local_position = cut(cu_seqlens, cp)
+        plan.keys = (rank * int(local_cu_seqlens[-1]) + local_position)[torch.cat(key_indices)].to(device)
+        sequence_positions = torch.arange(len(rank)) - torch.repeat_interleave(
+            cu_seqlens[:-1], cu_seqlens.diff()
+        )
+        positions = sequence_positions[rank == cp_rank][padded_from_packed]
         for bucket in buckets:
             columns = positions[bucket.start :][: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
-            step = max(1, MASK // (bucket.rows * cp * bucket.width))
-            for first in range(0, bucket.width, step):
-                stop = min(first + step, bucket.width)
+            block_width = max(1, MASK // (bucket.rows * cp * bucket.width))
+            for first in range(0, bucket.width, block_width):
+                stop = min(first + block_width, bucket.width)
                 bucket.blocks.append((first, stop, int(columns[:, first:stop].max()) + 1))
         plan.positions = positions.to(device)
     return plan
@@ -173,28 +175,28 @@ class _AttendOverRanks(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.group = plan, group
-        q, both = _gather(query, key, value, plan, group)
+        q, kv = _gather(query, key, value, plan, group)
         output = torch.empty_like(q)
-        for into, *block in _blocks(plan, output, q, both):
-            into.copy_(_attend_block(*block))
+        for output_block, *block in _blocks(plan, output, q, kv):
+            output_block.copy_(_attend_block(*block))
         return output.index_select(0, plan.packed_from_padded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, (query, key, value) = ctx.plan, ctx.saved_tensors
-        q, both = _gather(query, key, value, plan, ctx.group)
+        q, kv = _gather(query, key, value, plan, ctx.group)
         d_output = torch.zeros_like(q).index_copy_(0, plan.packed_from_padded, grad)
-        d_q, d_both = torch.empty_like(q), torch.zeros_like(both)
-        blocks = zip(_blocks(plan, d_output, q, both), _blocks(plan, d_output, d_q, d_both), strict=True)
-        for (d_block, queries, seen, positions), (_, d_queries, d_seen, _) in blocks:
-            queries, seen = queries.detach().requires_grad_(), seen.detach().requires_grad_()
+        d_q, d_kv = torch.empty_like(q), torch.zeros_like(kv)
+        blocks = zip(_blocks(plan, d_output, q, kv), _blocks(plan, d_output, d_q, d_kv), strict=True)
+        for (d_block, queries, block_kv, positions), (_, d_queries, d_block_kv, _) in blocks:
+            queries, block_kv = queries.detach().requires_grad_(), block_kv.detach().requires_grad_()
             with torch.enable_grad():
-                attended = _attend_block(queries, seen, positions)
-            ours, theirs = torch.autograd.grad(attended, (queries, seen), d_block)
-            d_queries.copy_(ours)
-            d_seen.add_(theirs)
-        d_whole = torch.zeros_like(both[: ctx.group.size() * len(grad)]).index_add_(0, plan.keys, d_both)
-        d_local = tensor_parallel.reduce_scatter_to_sequence_parallel_region(d_whole, group=ctx.group)
+                attended = _attend_block(queries, block_kv, positions)
+            grad_queries, grad_kv = torch.autograd.grad(attended, (queries, block_kv), d_block)
+            d_queries.copy_(grad_queries)
+            d_block_kv.add_(grad_kv)
+        d_gathered = torch.zeros_like(kv[: ctx.group.size() * len(grad)]).index_add_(0, plan.keys, d_kv)
+        d_local = tensor_parallel.reduce_scatter_to_sequence_parallel_region(d_gathered, group=ctx.group)
         return d_q.index_select(0, plan.packed_from_padded), *d_local.chunk(2, dim=-1), None, None
 
 
@@ -203,9 +205,9 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's queries, and all keys and values [.., groups, 2 d], padded."""
     assert plan.keys is not None
-    local = torch.cat((key, value), dim=-1)
-    whole = tensor_parallel.gather_from_sequence_parallel_region(local, group=group)
-    return query.index_select(0, plan.padded_from_packed), whole.index_select(0, plan.keys)
+    kv = torch.cat((key, value), dim=-1)
+    gathered = tensor_parallel.gather_from_sequence_parallel_region(kv, group=group)
+    return query.index_select(0, plan.padded_from_packed), gathered.index_select(0, plan.keys)
 
 
 def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -216,11 +218,11 @@ def _blocks(plan: AttentionPlan, output: Tensor, q: Tensor, both: Tensor) -> Ite
     cp = len(both) // len(q)
     for bucket in plan.buckets:
         stop, shape = bucket.start + bucket.rows * bucket.width, (bucket.rows, bucket.width)
-        mine = [x[bucket.start : stop].unflatten(0, shape) for x in (output, q, plan.positions)]
-        seen = both[cp * bucket.start : cp * stop].unflatten(0, (bucket.rows, cp * bucket.width))
-        for first, after, keys in bucket.blocks:
-            into, queries, positions = (x[:, first:after] for x in mine)
-            yield into, queries, seen[:, :keys], positions[:, None, :, None]
+        local_views = [x[bucket.start : stop].unflatten(0, shape) for x in (output, q, plan.positions)]
+        bucket_kv = both[cp * bucket.start : cp * stop].unflatten(0, (bucket.rows, cp * bucket.width))
+        for first, end, num_keys in bucket.blocks:
+            output_block, queries, positions = (x[:, first:end] for x in local_views)
+            yield output_block, queries, bucket_kv[:, :num_keys], positions[:, None, :, None]
 
 
 def _attend_block(queries: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
@@ -240,22 +242,24 @@ def _attend_behind(
 
     queries [rows, heads, width, d], keys and values [rows, groups, width, d] -> [rows, heads, width, d]."""
     rows, _, width, _ = keys.shape
-    before = prompt_keys.shape[0]
+    prompt_width = prompt_keys.shape[0]
     keys, values = (
-        torch.cat([prompt.transpose(0, 1).expand(rows, -1, -1, -1), own], dim=2)
-        for prompt, own in ((prompt_keys, keys), (prompt_values, values))
+        torch.cat([prompt.transpose(0, 1).expand(rows, -1, -1, -1), suffix], dim=2)
+        for prompt, suffix in ((prompt_keys, keys), (prompt_values, values))
     )
-    step, parts = max(1, MASK // (before + width)), []
-    for first in range(0, width, step):
-        stop = min(first + step, width)
-        positions = torch.arange(before + first, before + stop, device=keys.device)[:, None]
-        mask = torch.arange(before + stop, device=keys.device) <= positions
-        seen = keys[:, :, : before + stop], values[:, :, : before + stop]
+    block_width, outputs = max(1, MASK // (prompt_width + width)), []
+    for first in range(0, width, block_width):
+        stop = min(first + block_width, width)
+        positions = torch.arange(prompt_width + first, prompt_width + stop, device=keys.device)[:, None]
+        mask = torch.arange(prompt_width + stop, device=keys.device) <= positions
+        visible_kv = keys[:, :, : prompt_width + stop], values[:, :, : prompt_width + stop]
         gqa = queries.shape[1] != keys.shape[1]
-        parts.append(
-            F.scaled_dot_product_attention(queries[:, :, first:stop], *seen, attn_mask=mask, enable_gqa=gqa)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries[:, :, first:stop], *visible_kv, attn_mask=mask, enable_gqa=gqa
+            )
         )
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
 
 class PackedPlan(PackedSeqParams):
@@ -276,9 +280,9 @@ class PackedPlan(PackedSeqParams):
         prompts: Prompts | None = None,
     ) -> PackedPlan:
         """Plan the attention of a pack."""
-        longest = int(cu_seqlens.diff().max())
+        max_seqlen = int(cu_seqlens.diff().max())
         ends = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-        packed = PackedPlan(qkv_format="packed", max_seqlen_q=longest, max_seqlen_kv=longest, **ends)
+        packed = PackedPlan(qkv_format="packed", max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, **ends)
         packed.plan = plan_attention(cu_seqlens, device, cp, cp_rank, prompts)
         return packed
 
@@ -305,27 +309,27 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "portable attention takes packed sequences only"
         plan = packed_seq_params.plan
         query, key, value = (x if x.ndim == 3 else x.squeeze(1) for x in (query, key, value))
-        width, narrow = query.shape[-1], value.shape[-1]
+        width, value_width = query.shape[-1], value.shape[-1]
         if self.scale is not None and not math.isclose(self.scale, width**-0.5):
             query = query * (self.scale * width**0.5)
-        if narrow < width:  # torch's memory-efficient attention needs equal widths
-            value = F.pad(value, (0, width - narrow))
+        if value_width < width:  # torch's memory-efficient attention needs equal widths
+            value = F.pad(value, (0, width - value_width))
         if plan.keys is not None:
             attended = _AttendOverRanks.apply(query, key, value, plan, self.group)
-            return attended[..., :narrow].flatten(1).unsqueeze(1)
+            return attended[..., :value_width].flatten(1).unsqueeze(1)
         q, k, v = (_Pad.apply(x, plan) for x in (query, key, value))
         outputs = []
         for bucket in plan.buckets:
-            part = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
+            bucket_slice = slice(bucket.start, bucket.start + bucket.rows * bucket.width)
             shape = (bucket.rows, bucket.width)
-            queries, keys, values = (x[part].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+            queries, keys, values = (x[bucket_slice].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
             if bucket.prompt is None:
                 attended = F.scaled_dot_product_attention(
                     queries, keys, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
                 )
             else:
                 attended = _attend_behind(k[bucket.prompt], v[bucket.prompt], queries, keys, values)
-            outputs.append(attended[..., :narrow].transpose(1, 2).flatten(2).flatten(0, 1))
+            outputs.append(attended[..., :value_width].transpose(1, 2).flatten(2).flatten(0, 1))
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return _Unpad.apply(output, plan).unsqueeze(1)
 
@@ -340,9 +344,9 @@ class LatentAttention(MLASelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         self.rotary_pos_emb = AnglesOfPack()
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
-            if isinstance(cut := getattr(self, name, None), ColumnParallelLinear):
-                rows = config.tensor_model_parallel_size * cut.weight.shape[0]
-                setattr(self, name, WholeLinear(config, cut.weight.new_empty(rows, config.hidden_size)))
+            if isinstance(linear := getattr(self, name, None), ColumnParallelLinear):
+                rows = config.tensor_model_parallel_size * linear.weight.shape[0]
+                setattr(self, name, WholeLinear(config, linear.weight.new_empty(rows, config.hidden_size)))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         # megatron-core 0.19 would add a norm before linear_q_proj for queries without latents.
@@ -420,11 +424,13 @@ class GatedDeltaNet(MegatronModule):
             skip_bias_add=True,
             **options,
         )
-        channels, heads = sizes.mixed // self.tp.size(), self.heads * self.shared
-        kind = config.params_dtype
-        self.conv1d = Held(torch.empty(channels, 1, sizes.conv, dtype=kind))
-        self.A_log, self.dt_bias = (torch.nn.Parameter(torch.zeros(heads, dtype=kind)) for _ in range(2))
-        self.out_norm = Held(torch.ones(self.value_dim, dtype=kind))
+        channels, value_heads = sizes.mixed // self.tp.size(), self.heads * self.shared
+        dtype = config.params_dtype
+        self.conv1d = Held(torch.empty(channels, 1, sizes.conv, dtype=dtype))
+        self.A_log, self.dt_bias = (
+            torch.nn.Parameter(torch.zeros(value_heads, dtype=dtype)) for _ in range(2)
+        )
+        self.out_norm = Held(torch.ones(self.value_dim, dtype=dtype))
         for parameter in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
@@ -443,14 +449,14 @@ class GatedDeltaNet(MegatronModule):
             out = _Unpad.apply(self._attend(_Pad.apply(mixed, plan), plan, 0), plan)
         else:
             # [t, heads, n] of this rank's tokens -> [cp * t, heads / cp, n] of all, rank by rank
-            part = mixed.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1)
-            whole = tensor_parallel.all_to_all(self.group, part.contiguous())
-            out = self._attend(whole.index_select(0, plan.keys), plan, self.group.rank())
-            numbers = torch.arange(len(plan.keys), device=out.device)
+            heads_by_rank = mixed.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1)
+            gathered = tensor_parallel.all_to_all(self.group, heads_by_rank.contiguous())
+            out = self._attend(gathered.index_select(0, plan.keys), plan, self.group.rank())
+            padded_positions = torch.arange(len(plan.keys), device=out.device)
             # Padding repeats a row's last token; take its first position.
-            own = torch.full((len(whole),), len(numbers), device=out.device)
-            own.scatter_reduce_(0, plan.keys, numbers, "amin")
-            out = tensor_parallel.all_to_all(self.group, out.index_select(0, own))
+            first_positions = torch.full((len(gathered),), len(padded_positions), device=out.device)
+            first_positions.scatter_reduce_(0, plan.keys, padded_positions, "amin")
+            out = tensor_parallel.all_to_all(self.group, out.index_select(0, first_positions))
             out = out.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
         # Tensor-parallel ranks have different heads, so sum the weight's gradient over them.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm(), self.tp)
@@ -466,14 +472,14 @@ class GatedDeltaNet(MegatronModule):
         sizes = self.key_dim, self.key_dim, self.shared * self.value_dim
         for bucket in plan.buckets:
             rows, width = bucket.rows, cp * bucket.width
-            own = mixed[cp * bucket.start :][: rows * width].unflatten(0, (rows, width))
-            channels, beta, alpha = own.split([sum(sizes), self.shared, self.shared], -1)
+            projections = mixed[cp * bucket.start :][: rows * width].unflatten(0, (rows, width))
+            channels, beta, alpha = projections.split([sum(sizes), self.shared, self.shared], -1)
             query, key, value = (
                 convolve(channels.flatten(2), weight).unflatten(-1, (heads, -1)).split(sizes, -1)
             )
             value = value.reshape(rows, width, -1, self.value_dim)
-            found, _ = delta_rule(query, key, value, *gates(alpha.flatten(2), beta.flatten(2), rate, bias))
-            outputs.append(found.flatten(0, 1))
+            attended, _ = delta_rule(query, key, value, *gates(alpha.flatten(2), beta.flatten(2), rate, bias))
+            outputs.append(attended.flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def sharded_state_dict(
@@ -484,12 +490,12 @@ class GatedDeltaNet(MegatronModule):
         state["conv1d.weight"] = self.conv1d.weight
         axes = dict.fromkeys(state, 0)
         state["out_norm.weight"] = self.out_norm.weight  # the same on every rank
-        sharded = make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
+        sharded_state = make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
         for name in ("in_proj", "out_proj"):
-            sharded |= sharded_state_dict_default(
+            sharded_state |= sharded_state_dict_default(
                 getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata
             )
-        return sharded
+        return sharded_state
 
 
 class RMSNorm(torch.nn.Module):

@@ -43,40 +43,48 @@ class Routing:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores by the router, and indices, of the chosen experts, [tokens, topk]."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        chosen, here = own, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
-        counts = self.grad is not None and self.grad == torch.is_grad_enabled()
+        values, router_choice = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        experts, tokens = router_choice, slice(self.tp_rank * len(scores), (self.tp_rank + 1) * len(scores))
+        is_counting = self.grad is not None and self.grad == torch.is_grad_enabled()
         if self.packed.routing is not None:
-            recorded = self.packed.routing[self.layer, here].to(scores.device).long()
-            known = recorded[:, :1] < scores.shape[1]
-            chosen = torch.where(known, recorded, own)
-            values = scores.gather(1, chosen)
-            if counts:  # padding has no recorded choice
-                same = (own[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
-                self.compared += torch.stack([known.sum(), (known & ~same).sum()])
-        if counts:
-            real = self.packed.real_tokens
-            ones = torch.ones_like(chosen) if real is None else real[here, None].to(chosen).expand_as(chosen)
-            self.load.index_add_(0, chosen.flatten(), ones.flatten())
-        return values, chosen
+            recorded = self.packed.routing[self.layer, tokens].to(scores.device).long()
+            is_known = recorded[:, :1] < scores.shape[1]
+            experts = torch.where(is_known, recorded, router_choice)
+            values = scores.gather(1, experts)
+            if is_counting:  # padding has no recorded choice
+                is_equal = (router_choice[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
+                self.compared += torch.stack([is_known.sum(), (is_known & ~is_equal).sum()])
+        if is_counting:
+            is_real = self.packed.real_tokens
+            increments = (
+                torch.ones_like(experts)
+                if is_real is None
+                else is_real[tokens, None].to(experts).expand_as(experts)
+            )
+            self.load.index_add_(0, experts.flatten(), increments.flatten())
+        return values, experts
 
 
 def watch_routers(model: Any, device: torch.device) -> list[Routing]:
     """Put a Routing into each router of a model and return them. device: the model's later device."""
-    config, found = model.config, []
-    mixtures = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
-    for layer in mixtures:
+    config, routings = model.config, []
+    mixture_layers = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    for layer in mixture_layers:
         router = layer.mlp.router
         tp_rank = model.pg_collection.tp.rank() if config.sequence_parallel else 0
         routing = Routing(layer.layer_number - 1, tp_rank, config.num_moe_experts, device)
 
-        def before(_layer: Any, _arguments: Any, named: dict[str, Any], routing: Routing = routing) -> None:
+        def save_pack(
+            _layer: Any, _arguments: Any, named: dict[str, Any], routing: Routing = routing
+        ) -> None:
             routing.packed = named["packed_seq_params"]
 
         router.router_replay = routing
-        layer.register_forward_pre_hook(before, with_kwargs=True)
-        found.append(routing)
-    return found
+        layer.register_forward_pre_hook(save_pack, with_kwargs=True)
+        routings.append(routing)
+    return routings
 
 
 def start_counting(routings: Sequence[Routing], *, grad: bool) -> None:

@@ -37,37 +37,40 @@ def make_train_batch(
     Every rank computes the same assignment. models: their sizes determine a sequence's cost."""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
-    smallest = min(mini_batch, critic_mini_batch)
-    sharing = config.update.share_prompts
-    groups = rollout["group_ids"] if sharing else torch.arange(rollout.num_sequences)
-    sizes = (mini_batch, critic_mini_batch, smallest)
+    smallest_size = min(mini_batch, critic_mini_batch)
+    shares_prompts = config.update.share_prompts
+    groups = rollout["group_ids"] if shares_prompts else torch.arange(rollout.num_sequences)
+    sizes = (mini_batch, critic_mini_batch, smallest_size)
     actor_ids, critic_ids, smallest_ids = (mini_batch_ids(groups, size, seed) for size in sizes)
-    shares = divide(rollout, smallest_ids, groups if sharing else None, models, runtime.layout.dp)
+    shares = divide(rollout, smallest_ids, groups if shares_prompts else None, models, runtime.layout.dp)
     batch = take_share(rollout, shares, runtime)
     for name, weights in loss_weights(rollout, actor_ids, critic_ids, config).items():
         batch[name] = batch.spread(weights[batch.rows])
     if "prefix_tokens" in rollout:
         batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
 
-    everything = torch.ones(rollout.num_sequences, dtype=torch.bool)
-    finished = ~rollout["unfinished"] if "unfinished" in rollout else everything
+    all_sequences = torch.ones(rollout.num_sequences, dtype=torch.bool)
+    is_finished = ~rollout["unfinished"] if "unfinished" in rollout else all_sequences
     packer = Packer(rollout, batch.rows, groups, shares, config, models[0], runtime)
-    batch.mini_batches = packer.pack(batch, mini_batch // smallest, rollout.lengths, everything)
+    batch.mini_batches = packer.pack(batch, mini_batch // smallest_size, rollout.lengths, all_sequences)
     batch.critic_mini_batches = [batch.mini_batches]
-    critic_parts = critic_mini_batch // smallest
+    critic_parts = critic_mini_batch // smallest_size
     if config.has_prompt_critic:
         prompts, token_indices = prompts_alone(batch)
-        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), finished)
+        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), is_finished)
         batch.critic_mini_batches = [
             [
-                [replace(one, token_indices=token_indices[one.token_indices]) for one in part]
-                for part in mini_batches
+                [
+                    replace(micro_batch, token_indices=token_indices[micro_batch.token_indices])
+                    for micro_batch in micro_batches
+                ]
+                for micro_batches in mini_batches
             ]
         ]
-    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not finished.all():
-        numbers = critic_numbers(rollout, config)
+    elif config.critic.count > 1 or critic_mini_batch != mini_batch or not is_finished.all():
+        critic_by_row = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
-            packer.pack(batch, critic_parts, rollout.lengths, finished & (numbers == critic))
+            packer.pack(batch, critic_parts, rollout.lengths, is_finished & (critic_by_row == critic))
             for critic in range(config.critic.count)
         ]
     return batch
@@ -99,25 +102,27 @@ class Packer:
         prompt_lengths = self.rollout.prompt_lengths[self.rows] if self.config.update.share_prompts else None
         end = 0
         for first in range(0, len(self.shares), parts):
-            united = self.shares[first : first + parts]
-            begin, end = end, end + sum(len(part[self.runtime.dp_rank]) for part in united)
-            if not any(chosen[rows].any() for part in united for rows in part):
+            mini_batch_parts = self.shares[first : first + parts]
+            begin, end = end, end + sum(len(part[self.runtime.dp_rank]) for part in mini_batch_parts)
+            if not any(chosen[rows].any() for part in mini_batch_parts for rows in part):
                 continue
-            at_least = self._most_packs(united, lengths, chosen) if needs_equal_passes(self.runtime) else 1
+            min_packs = (
+                self._most_packs(mini_batch_parts, lengths, chosen) if needs_equal_passes(self.runtime) else 1
+            )
             indices = [i for i in range(begin, end) if chosen[self.rows[i]]]
             mini_batches.append(
-                make_micro_batches(batch, indices, budget, self.model, at_least, prompt_lengths)
+                make_micro_batches(batch, indices, budget, self.model, min_packs, prompt_lengths)
             )
         return mini_batches
 
     def _most_packs(self, united: Sequence[Sequence[Sequence[int]]], lengths: Tensor, chosen: Tensor) -> int:
         """Return the largest number of micro-batches of any replica."""
-        numbers, budget = [1], self.config.update.tokens_per_micro_batch
+        pack_counts, budget = [1], self.config.update.tokens_per_micro_batch
         for replica in range(self.runtime.layout.dp):
             rows = [row for part in united for row in part[replica] if chosen[row]]
             packs = _pack(self.rollout.prompt_lengths[rows], lengths[rows], self.groups[rows], budget)
-            numbers.append(len(packs))
-        return max(numbers)
+            pack_counts.append(len(packs))
+        return max(pack_counts)
 
 
 def needs_equal_passes(runtime: Runtime) -> bool:
@@ -141,9 +146,9 @@ def divide(
     costs, prompt_costs = (
         cost(lengths.tolist(), even) for lengths in (rollout.lengths, rollout.prompt_lengths)
     )
-    divided = []
-    for number in range(int(ids.max()) + 1):
-        rows = (ids == number).nonzero().squeeze(-1).tolist()
+    shares_by_mini_batch = []
+    for mini_batch in range(int(ids.max()) + 1):
+        rows = (ids == mini_batch).nonzero().squeeze(-1).tolist()
         if groups is not None:
             shares = balance_groups(
                 [prompt_costs[row] for row in rows],
@@ -153,8 +158,8 @@ def divide(
             )
         else:
             shares = balance([costs[row] for row in rows], replicas)
-        divided.append([[rows[i] for i in share] for share in shares])
-    return divided
+        shares_by_mini_batch.append([[rows[i] for i in share] for share in shares])
+    return shares_by_mini_batch
 
 
 def take_share(
@@ -169,8 +174,10 @@ def take_share(
         batch.columns |= {name: column[rows] for name, column in rollout.columns.items()}
     else:
         ranks = range(layout.world)
-        replicas = [[rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)]
-        batch = deliver(runtime, rollout, rows_by_replica, replicas)
+        ranks_by_replica = [
+            [rank for rank in ranks if layout.coords(rank).dp == dp] for dp in range(layout.dp)
+        ]
+        batch = deliver(runtime, rollout, rows_by_replica, ranks_by_replica)
     batch.rows = rows
     return batch
 
@@ -179,9 +186,9 @@ def gather_responses(
     of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> Tensor:
     """Return all replicas' numbers in rollout order [n], on every rank."""
-    placed = torch.zeros(rollout.num_sequences, dtype=torch.float64)
-    placed[batch.rows] = of_responses.double()
-    return sum_over_replicas(runtime, placed).to(of_responses.dtype)
+    values = torch.zeros(rollout.num_sequences, dtype=torch.float64)
+    values[batch.rows] = of_responses.double()
+    return sum_over_replicas(runtime, values).to(of_responses.dtype)
 
 
 def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
@@ -200,17 +207,17 @@ def pack_chosen(
     runtime: Runtime,
 ) -> list[MicroBatch]:
     """Pack this replica's chosen sequences (bool [n], of the rollout) for a forward pass."""
-    rows, sharing, prompts = batch.rows, config.update.share_prompts, rollout.prompt_lengths
-    groups = rollout["group_ids"] if sharing else torch.arange(rollout.num_sequences)
-    indices, budget, at_least = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
+    rows, shares_prompts, prompts = batch.rows, config.update.share_prompts, rollout.prompt_lengths
+    groups = rollout["group_ids"] if shares_prompts else torch.arange(rollout.num_sequences)
+    indices, budget, min_packs = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
     if needs_equal_passes(runtime):
         chosen_rows = rows[indices]
         packs = _pack(prompts[chosen_rows], rollout.lengths[chosen_rows], groups[chosen_rows], budget)
-        at_least = max(at_least, int(max_over_ranks(runtime, len(packs))))
-    columns = {"group_ids": batch["group_ids"]} if sharing else {}
+        min_packs = max(min_packs, int(max_over_ranks(runtime, len(packs))))
+    columns = {"group_ids": batch["group_ids"]} if shares_prompts else {}
     tokens = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
     return make_micro_batches(
-        tokens, indices.tolist(), budget, model, at_least, prompts[rows] if sharing else None
+        tokens, indices.tolist(), budget, model, min_packs, prompts[rows] if shares_prompts else None
     )
 
 
@@ -225,24 +232,24 @@ def prompts_alone(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
 
     Also return the tokens' positions in `batch`."""
     prompts, lengths, starts = batch.prompt_lengths, batch.lengths, batch.cu_seqlens[:-1]
-    within = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
-    places = (within <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
+    positions = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
+    token_indices = (positions <= torch.repeat_interleave(prompts, lengths)).nonzero().squeeze(-1)
     ends = torch.minimum(lengths, prompts + 1).cumsum(0)
     columns = {name: batch[name] for name in ("group_ids",) if name in batch}
-    tokens, mask = batch.tokens[places], batch.response_mask[places]
-    return TrainBatch(tokens, torch.cat([ends.new_zeros(1), ends]), mask, columns), places
+    tokens, mask = batch.tokens[token_indices], batch.response_mask[token_indices]
+    return TrainBatch(tokens, torch.cat([ends.new_zeros(1), ends]), mask, columns), token_indices
 
 
 def mini_batch_ids(groups: Tensor, mini_batch: int, seed: int) -> Tensor:
     """Shuffle groups by seed, for any layout, and return each sequence's mini-batch, int64 [n].
 
     If one size divides another, the larger mini-batches are unions of the smaller."""
-    numbers = groups.unique(return_inverse=True)[1]
-    shuffled = torch.randperm(int(numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
-    place = torch.empty_like(shuffled)
-    place[shuffled] = torch.arange(len(shuffled))
+    group_numbers = groups.unique(return_inverse=True)[1]
+    permutation = torch.randperm(int(group_numbers.max()) + 1, generator=torch.Generator().manual_seed(seed))
+    shuffled_position = torch.empty_like(permutation)
+    shuffled_position[permutation] = torch.arange(len(permutation))
     ids = torch.empty_like(groups)
-    ids[place[numbers].argsort(stable=True)] = torch.arange(len(groups)) // mini_batch
+    ids[shuffled_position[group_numbers].argsort(stable=True)] = torch.arange(len(groups)) // mini_batch
     return ids
 
 
@@ -252,17 +259,17 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
     Denominators are global over a mini-batch. With partial rollouts, the policy's count only tokens sampled
     in this step, the others whole finished responses."""
     truncated = rollout["truncated"]
-    kept = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
-    aggregation, longest = config.algorithm.aggregation, config.rollout.max_response_tokens
+    in_loss = ~truncated if config.reward.overlong.filter else torch.ones_like(truncated)
+    aggregation, max_length = config.algorithm.aggregation, config.rollout.max_response_tokens
     lengths = rollout.response_lengths
-    drawn = lengths - rollout["prefix_tokens"] if "prefix_tokens" in rollout else lengths
-    valued = lengths.clamp(max=1) if config.has_prompt_critic else lengths
-    ended = kept & ~rollout["unfinished"] if "unfinished" in rollout else kept
-    of_critics = critic_ids * config.critic.count + critic_numbers(rollout, config)
+    sampled_lengths = lengths - rollout["prefix_tokens"] if "prefix_tokens" in rollout else lengths
+    value_lengths = lengths.clamp(max=1) if config.has_prompt_critic else lengths
+    finished_in_loss = in_loss & ~rollout["unfinished"] if "unfinished" in rollout else in_loss
+    value_loss_ids = critic_ids * config.critic.count + critic_numbers(rollout, config)
     return {
-        "policy_loss_weights": token_weights(drawn, aggregation, ids, kept, longest),
-        "nll_loss_weights": token_weights(lengths, "token", ids, ended & rollout["correct"]),
-        "value_loss_weights": token_weights(valued, "token", of_critics, ended),
+        "policy_loss_weights": token_weights(sampled_lengths, aggregation, ids, in_loss, max_length),
+        "nll_loss_weights": token_weights(lengths, "token", ids, finished_in_loss & rollout["correct"]),
+        "value_loss_weights": token_weights(value_lengths, "token", value_loss_ids, finished_in_loss),
     }
 
 
@@ -270,21 +277,25 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     """Return matrix parameters and query width, summed over layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
-    queries, keys = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+    query_width, key_width = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     mlps = c.num_layers * 3 * c.ffn_hidden_size
     if c.num_moe_experts is not None:
         assert c.moe_ffn_hidden_size is not None
-        columns = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
-        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
-        mlps = dense * 3 * c.ffn_hidden_size + (c.num_layers - dense) * (c.num_moe_experts + 3 * columns)
-    attention = c.hidden_size * (2 * queries + 2 * keys)
+        moe_width = c.moe_ffn_hidden_size * c.moe_router_topk + (c.moe_shared_expert_intermediate_size or 0)
+        num_dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        mlps = num_dense * 3 * c.ffn_hidden_size + (c.num_layers - num_dense) * (
+            c.num_moe_experts + 3 * moe_width
+        )
+    attention = c.hidden_size * (2 * query_width + 2 * key_width)
     if isinstance(c, MLATransformerConfig):  # kv_channels is the width of a key there
-        values, unrotated = c.num_attention_heads * c.v_head_dim, c.num_attention_heads * c.qk_head_dim
-        attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + values)
-        attention += c.kv_lora_rank * (unrotated + values)
-        attention += (c.q_lora_rank * (c.hidden_size + queries)) if c.q_lora_rank else c.hidden_size * queries
-        queries = (queries + values) // 2
-    return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * queries
+        value_width, nope_width = c.num_attention_heads * c.v_head_dim, c.num_attention_heads * c.qk_head_dim
+        attention = c.hidden_size * (c.kv_lora_rank + c.qk_pos_emb_head_dim + value_width)
+        attention += c.kv_lora_rank * (nope_width + value_width)
+        attention += (
+            (c.q_lora_rank * (c.hidden_size + query_width)) if c.q_lora_rank else c.hidden_size * query_width
+        )
+        query_width = (query_width + value_width) // 2
+    return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * query_width
 
 
 def locate(
@@ -297,15 +308,15 @@ def locate(
     if places is None:
         return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
-    rank, place = (of[before] for of in places)
+    rank, position = (column[before] for column in places)
     counts = torch.bincount(rank, minlength=cp)
-    most = int(counts.max())
+    width = int(counts.max())
     order = torch.empty_like(at)
     for r in range(cp):
-        order[rank == r] = r * most + torch.arange(int(counts[r]))
-    mine = rank == parallel_state.get_context_parallel_rank()
-    filled = F.pad(torch.stack((place, labels))[:, mine], (0, most - int(mine.sum()))).to(device)
-    return {"at": at, "logit_indices": filled[0], "labels": filled[1], "order": order.to(device)}
+        order[rank == r] = r * width + torch.arange(int(counts[r]))
+    is_local = rank == parallel_state.get_context_parallel_rank()
+    padded = F.pad(torch.stack((position, labels))[:, is_local], (0, width - int(is_local.sum()))).to(device)
+    return {"at": at, "logit_indices": padded[0], "labels": padded[1], "order": order.to(device)}
 
 
 def labels_and_others(micro_batch: MicroBatch) -> Tensor:
@@ -315,10 +326,10 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
     others = micro_batch.others[micro_batch.token_indices].long()
     if micro_batch.order is not None:
         count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
-        mine = order // max(count, 1) == parallel_state.get_context_parallel_rank()
-        placed = others.new_zeros(count, others.shape[1])
-        placed[order[mine] % max(count, 1)] = others[mine]
-        others = placed
+        is_local = order // max(count, 1) == parallel_state.get_context_parallel_rank()
+        local_others = others.new_zeros(count, others.shape[1])
+        local_others[order[is_local] % max(count, 1)] = others[is_local]
+        others = local_others
     return torch.cat([micro_batch.labels[:, None], others.to(micro_batch.labels.device)], 1)
 
 
@@ -329,10 +340,10 @@ def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
     if micro_batch.order is None or not micro_batch.order.numel():
         return of_head
     if isinstance(of_head, tuple):
-        return tuple(gather_output(micro_batch, one) for one in of_head)
+        return tuple(gather_output(micro_batch, output) for output in of_head)
     group = parallel_state.get_context_parallel_group()
-    whole = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
-    return whole.index_select(0, micro_batch.order)
+    gathered = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
+    return gathered.index_select(0, micro_batch.order)
 
 
 def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
@@ -376,7 +387,7 @@ def make_micro_batch(
     token_indices, is_real = layout.token_indices, layout.is_real
     tokens = _place(batch.tokens[token_indices], is_real, 0)
     is_response = _place(batch.response_mask[token_indices], is_real, False)
-    at = is_response.nonzero().squeeze(-1)
+    response_positions = is_response.nonzero().squeeze(-1)
     places = cut(layout.cu_seqlens, cp) if cp > 1 else None
     on_this_rank = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
     packed, routing = model.pack(layout.cu_seqlens, layout.prompts), None
@@ -392,7 +403,13 @@ def make_micro_batch(
         token_indices=token_indices[batch.response_mask[token_indices]],
         routing=routing,
         cut=places,
-        **locate(at, layout.predictors[at], tokens[at], places, device),
+        **locate(
+            response_positions,
+            layout.predictors[response_positions],
+            tokens[response_positions],
+            places,
+            device,
+        ),
     )
 
 
@@ -421,40 +438,40 @@ def lay_out(
     """Lay out a pack with `multiple` x k tokens, each sequence a multiple of 2 `cp` if cp > 1.
 
     A family's first sequence has its prompt; the others skip theirs."""
-    index = torch.cat([torch.empty(0, dtype=torch.int64), *families])
+    sequences = torch.cat([torch.empty(0, dtype=torch.int64), *families])
     is_first = torch.tensor([i == 0 for family in families for i in range(len(family))], dtype=torch.bool)
-    skipped = torch.where(is_first, 0, prompt_lengths[index])
-    lengths = batch.lengths[index] - skipped
+    skipped_lengths = torch.where(is_first, 0, prompt_lengths[sequences])
+    lengths = batch.lengths[sequences] - skipped_lengths
     sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
     total = int(sizes.sum())
     if filler := -total % multiple or (
         multiple if total == 0 else 0
     ):  # one more sequence, without real tokens
-        lengths, sizes, index, skipped = (
-            torch.cat([numbers, numbers.new_tensor([more])])
-            for numbers, more in ((lengths, 0), (sizes, filler), (index, 0), (skipped, 0))
+        lengths, sizes, sequences, skipped_lengths = (
+            torch.cat([column, column.new_tensor([filler_value])])
+            for column, filler_value in ((lengths, 0), (sizes, filler), (sequences, 0), (skipped_lengths, 0))
         )
         is_first = torch.cat([is_first, is_first.new_ones(1)])
     cu_seqlens = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     starts = cu_seqlens[:-1]
     prompt_starts = starts[is_first][is_first.cumsum(0) - 1]
-    within = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
-    is_real = within < torch.repeat_interleave(lengths, sizes)
-    positions = within + torch.repeat_interleave(skipped, sizes)
+    offsets = torch.arange(total + filler) - torch.repeat_interleave(starts, sizes)
+    is_real = offsets < torch.repeat_interleave(lengths, sizes)
+    positions = offsets + torch.repeat_interleave(skipped_lengths, sizes)
     # The last token of a shared prompt predicts the first token of each response.
-    prompt_ends = torch.repeat_interleave(prompt_starts + skipped, sizes) - 1
+    prompt_ends = torch.repeat_interleave(prompt_starts + skipped_lengths, sizes) - 1
     return PackLayout(
         cu_seqlens,
         is_real,
         positions,
-        token_indices=(torch.repeat_interleave(batch.cu_seqlens[index], sizes) + positions)[is_real],
-        predictors=torch.where(within == 0, prompt_ends, torch.arange(total + filler) - 1),
-        prompts=None if is_first.all() else (prompt_starts, skipped),
+        token_indices=(torch.repeat_interleave(batch.cu_seqlens[sequences], sizes) + positions)[is_real],
+        predictors=torch.where(offsets == 0, prompt_ends, torch.arange(total + filler) - 1),
+        prompts=None if is_first.all() else (prompt_starts, skipped_lengths),
     )
 
 
 def _place(values: Tensor, is_real: Tensor, filler: int | bool) -> Tensor:
     """Return values of real tokens at their places in the pack, [t, ...]."""
-    placed = values.new_full((len(is_real), *values.shape[1:]), filler)
-    placed[is_real] = values
-    return placed
+    padded = values.new_full((len(is_real), *values.shape[1:]), filler)
+    padded[is_real] = values
+    return padded

@@ -117,11 +117,11 @@ class Checkpoint:
         lines = []
         for name in sorted(self.manifest["files"])[part::parts]:
             try:
-                found = hash_file(self.path / name)
+                digest = hash_file(self.path / name)
             except OSError as error:
                 lines.append(f"{self.path / name}: cannot be read: {error.strerror}")
                 continue
-            if found != self.manifest["files"][name][1]:
+            if digest != self.manifest["files"][name][1]:
                 lines.append(f"{self.path / name}: is damaged: its SHA-256 differs")
         return lines
 
@@ -146,7 +146,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 def list_fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a continued run must keep."""
-    found = {
+    settings = {
         key: _plain(attrgetter(key)(config))
         for key, _ in fields(Config)
         if key in BOUND or not any(f"{key}.".startswith(f"{free}.") for free in FREE)
@@ -155,8 +155,8 @@ def list_fixed_settings(config: Config) -> dict[str, Any]:
     models |= config.teacher.folders
     for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
-            found[f"{key}/config.json"] = hash_file(folder / "config.json")
-    return found
+            settings[f"{key}/config.json"] = hash_file(folder / "config.json")
+    return settings
 
 
 def _plain(value: Any) -> Any:
@@ -173,13 +173,13 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for the first key whose value differs from the checkpoint's.
 
     Keys that only one version of megarl has are not compared, except ADDED."""
-    now, before = list_fixed_settings(config), ADDED | checkpoint.settings
-    if before.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
+    settings, saved_settings = list_fixed_settings(config), ADDED | checkpoint.settings
+    if saved_settings.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
-            del now[f"rollout.dynamic_sampling.{key}"]
-    for key, then in before.items():
-        if key in now and now[key] != then:
-            what = f"is {now[key]!r}, the run there has {then!r}"
+            del settings[f"rollout.dynamic_sampling.{key}"]
+    for key, saved_value in saved_settings.items():
+        if key in settings and settings[key] != saved_value:
+            what = f"is {settings[key]!r}, the run there has {saved_value!r}"
             if key.endswith("/config.json"):
                 what = "has changed since the run began"
             remedy = "set it back, or choose another run_dir"
@@ -192,19 +192,25 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
     """Return a warning if a new `steps` changes the learning rate."""
-    then = checkpoint.manifest.get("steps", config.steps)
+    saved_steps = checkpoint.manifest.get("steps", config.steps)
     models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
-    keys = [f"{name}.schedule {one.schedule}" for name, one in models.items() if one.schedule != "constant"]
-    if then == config.steps or not keys:
+    keys = [
+        f"{name}.schedule {optimizer.schedule}"
+        for name, optimizer in models.items()
+        if optimizer.schedule != "constant"
+    ]
+    if saved_steps == config.steps or not keys:
         return None
-    return f"steps: {config.steps}, no longer {then}: the learning rate jumps ({', '.join(keys)})"
+    return f"steps: {config.steps}, no longer {saved_steps}: the learning rate jumps ({', '.join(keys)})"
 
 
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
-    now = list_fixed_settings(config)
-    for key, then in (ADDED | checkpoint.settings).items():
-        if key.startswith("actor.lora.") and now[key] != then:
-            what = f"is {now[key]!r}, and the actor in {checkpoint.path} was trained with {then!r}"
+    settings = list_fixed_settings(config)
+    for key, saved_value in (ADDED | checkpoint.settings).items():
+        if key.startswith("actor.lora.") and settings[key] != saved_value:
+            what = (
+                f"is {settings[key]!r}, and the actor in {checkpoint.path} was trained with {saved_value!r}"
+            )
             raise ConfigError(f"{key}: {what} (give the run's own configuration)")
 
 
@@ -223,10 +229,10 @@ def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoi
 
 def _all(run_dir: Path) -> list[tuple[tuple[bool, int], Path]]:
     folder = run_dir / FOLDER
-    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return [
         ((match[2] == "step", int(match[3])), path)
-        for match, path in found
+        for match, path in matches
         if match and bool(match[1]) == bool(match[4])
     ]
 
@@ -246,9 +252,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if manifest.get(SEAL) != _checksum(manifest):
         raise CheckpointError(f"{path / MANIFEST}: is damaged: its SHA-256 differs")
-    for key, (fits, meant) in MANIFEST_PARTS.items():
-        if not fits(manifest.get(key)):
-            raise CheckpointError(f"{path / MANIFEST}: {key}: {meant} is expected")
+    for key, (is_valid, expected_type) in MANIFEST_PARTS.items():
+        if not is_valid(manifest.get(key)):
+            raise CheckpointError(f"{path / MANIFEST}: {key}: {expected_type} is expected")
     for name, (size, _) in manifest["files"].items():
         file = path / name
         if "\0" in name or ".." in file.parts or not is_inside(file, path):
@@ -269,56 +275,60 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
     """Return `find_checkpoint` on every rank, with checksums verified.
 
     Raises CheckpointError if all are damaged: a fresh start would lose the run's records."""
-    damaged: list[Path] = []
+    damaged_paths: list[Path] = []
     lines: list[str] = []
     while True:
         # Rank 0 chooses: ranks could see different files.
         path, manifest, skipped = None, "", list[str]()
         if runtime.rank == 0:
-            found, skipped = find_checkpoint(run_dir, damaged)
-            path, manifest = (None, "") if found is None else (found.path, json.dumps(found.manifest))
-        kind = tuple[Path | None, str, list[str]]
-        path, manifest, skipped = broadcast_from_rank_0(runtime, (path, manifest, skipped), kind)
-        found = None if path is None else Checkpoint(path, json.loads(manifest))
+            checkpoint, skipped = find_checkpoint(run_dir, damaged_paths)
+            path, manifest = (
+                (None, "") if checkpoint is None else (checkpoint.path, json.dumps(checkpoint.manifest))
+            )
+        message_type = tuple[Path | None, str, list[str]]
+        path, manifest, skipped = broadcast_from_rank_0(runtime, (path, manifest, skipped), message_type)
+        checkpoint = None if path is None else Checkpoint(path, json.loads(manifest))
         lines += [line for line in skipped if line not in lines]
-        if found is None and damaged:
+        if checkpoint is None and damaged_paths:
             what = "all of its checkpoints are damaged (restore one, or choose another folder)"
             raise CheckpointError(f"run_dir: {run_dir}: {what}: {lines[0].removesuffix(' (skipped)')}")
-        if found is None:
+        if checkpoint is None:
             return None, lines
-        wrong = find_damage(found, runtime)
-        if not wrong:
-            return found, lines
-        damaged.append(found.path)
-        lines.append(f"{wrong[0]}{f', and {len(wrong) - 1} files more' if wrong[1:] else ''} (skipped)")
+        damage = find_damage(checkpoint, runtime)
+        if not damage:
+            return checkpoint, lines
+        damaged_paths.append(checkpoint.path)
+        lines.append(f"{damage[0]}{f', and {len(damage) - 1} files more' if damage[1:] else ''} (skipped)")
 
 
 def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
     """Remove checkpoints older than the `keep` newest complete ones (0: keep all), even unfinished ones.
 
     Every `keep_every`-th step stays. Return a line for each failed removal."""
-    complete = []
-    for order, path in sorted(_all(run_dir), reverse=True):
+    complete_keys = []
+    for sort_key, path in sorted(_all(run_dir), reverse=True):
         try:
             open_checkpoint(path)
         except CheckpointError:
             continue
-        complete.append(order)
-    if not complete:
+        complete_keys.append(sort_key)
+    if not complete_keys:
         return []
-    left = []
-    oldest = complete[-1] if not keep.keep else complete[: keep.keep][-1]
-    for (main, step), path in _all(run_dir):
-        kept = main and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
-        if (main, step) < oldest and not kept:
+    failures = []
+    oldest = complete_keys[-1] if not keep.keep else complete_keys[: keep.keep][-1]
+    for (is_step, step), path in _all(run_dir):
+        is_kept = (
+            is_step and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
+        )
+        if (is_step, step) < oldest and not is_kept:
             try:
                 # First: an interrupted removal must not look complete.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
             except OSError as error:  # another process uses it
                 if path.exists():
-                    left.append(f"{path}: cannot be removed: {describe_error(error)}")
-    return left
+                    failures.append(f"{path}: cannot be removed: {describe_error(error)}")
+    return failures
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> list[Path]:
@@ -349,14 +359,16 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {MARK: parts} if MARK in value else parts  # a user's column may have that name
     if not isinstance(value, list | tuple):
         return value
-    kinds = set(map(type, value)) if len(value) >= LONG else set()
-    if kinds not in ({int}, {float}):
+    types = set(map(type, value)) if len(value) >= LONG else set()
+    if types not in ({int}, {float}):
         return [_split(item, tensors) for item in value]
     name = str(len(tensors))
-    wide, half = (torch.int64, torch.int32) if kinds == {int} else (torch.float64, torch.float32)
-    numbers = torch.from_numpy(np.array(value, int if kinds == {int} else float))
-    narrow = numbers.to(half)
-    tensors[name] = narrow if torch.equal(narrow.to(wide), numbers) else numbers
+    wide_dtype, narrow_dtype = (
+        (torch.int64, torch.int32) if types == {int} else (torch.float64, torch.float32)
+    )
+    numbers = torch.from_numpy(np.array(value, int if types == {int} else float))
+    narrow_numbers = numbers.to(narrow_dtype)
+    tensors[name] = narrow_numbers if torch.equal(narrow_numbers.to(wide_dtype), numbers) else numbers
     return {MARK: name}
 
 

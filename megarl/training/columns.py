@@ -39,13 +39,13 @@ def add_group_advantages(
 ) -> dict[str, float]:
     """Write this replica's advantages [T], by the configured method from all responses of the step."""
     rewards = rollout["rewards"]
-    of_tokens, metrics = token_rewards(config.algorithm, batch, runtime)
+    per_token_rewards, metrics = token_rewards(config.algorithm, batch, runtime)
     if config.algorithm.kl_reward:
-        rewards = gather_responses(batch.totals(of_tokens), rollout, batch, runtime).to(rewards.dtype)
+        rewards = gather_responses(batch.totals(per_token_rewards), rollout, batch, runtime).to(rewards.dtype)
     parts, weights = reward_parts(config.reward, rollout, batch, runtime)
-    counted = responses_in_loss(config.reward, rollout)
+    in_loss = responses_in_loss(config.reward, rollout)
     compute_advantages = load_function(config.algorithm.advantage_method.function)
-    advantages = compute_advantages(Responses(rewards, rollout["group_ids"], counted, parts, weights))
+    advantages = compute_advantages(Responses(rewards, rollout["group_ids"], in_loss, parts, weights))
     write_advantages(config.algorithm, batch, batch.spread(advantages[batch.rows]), runtime)
     return metrics
 
@@ -61,14 +61,14 @@ def reward_parts(
     parts, weights = rollout["reward_parts"], [*config.parts.values()]
     if "turn_rewards" not in batch:
         return parts, weights
-    of_turns = gather_responses(batch.totals(batch["turn_rewards"]), rollout, batch, runtime)
-    return torch.cat([parts, of_turns[:, None].to(parts.dtype)], 1), [*weights, 1.0]
+    turn_sums = gather_responses(batch.totals(batch["turn_rewards"]), rollout, batch, runtime)
+    return torch.cat([parts, turn_sums[:, None].to(parts.dtype)], 1), [*weights, 1.0]
 
 
 def responses_in_loss(config: RewardConfig, rollout: RolloutBatch) -> Tensor:
     """Return which responses count in the policy loss, bool [n]."""
-    counted = rollout.response_lengths > 0
-    return counted & ~rollout["truncated"] if config.overlong.filter else counted
+    in_loss = rollout.response_lengths > 0
+    return in_loss & ~rollout["truncated"] if config.overlong.filter else in_loss
 
 
 def expected_reward(config: RewardConfig, chance: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ def turn_rewards(batch: TrainBatch) -> Tensor:
         rewards += batch["turn_rewards"]
         outcome = (outcome.double() - batch.totals(rewards)).to(outcome.dtype)
     outcome = outcome.masked_fill(batch.unfinished, 0)  # not graded yet
-    own = batch.response_mask.nonzero().squeeze(-1)
-    last = torch.searchsorted(own, batch.cu_seqlens[1:]) - 1
+    response_positions = batch.response_mask.nonzero().squeeze(-1)
+    last_index = torch.searchsorted(response_positions, batch.cu_seqlens[1:]) - 1
     nonempty = batch.response_lengths > 0
-    rewards[own[last[nonempty]]] += outcome[nonempty]
+    rewards[response_positions[last_index[nonempty]]] += outcome[nonempty]
     return rewards
 
 
@@ -141,10 +141,10 @@ def add_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple[dict[s
     lam = policy_lambda(algorithm, batch.response_lengths)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
     advantages = gae(rewards, batch["values"], batch.response_mask, batch.cu_seqlens, lam, algorithm.gamma)
-    measured, lambdas = gae_statistics(config, batch, advantages, lam, runtime)
+    statistics, lambda_table = gae_statistics(config, batch, advantages, lam, runtime)
     write_advantages(algorithm, batch, advantages, runtime)
     value_metrics, tables = add_returns(algorithm, batch, runtime, rewards)
-    return metrics | measured | value_metrics, {**lambdas, **tables}
+    return metrics | statistics | value_metrics, {**lambda_table, **tables}
 
 
 def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
@@ -157,11 +157,11 @@ def policy_lambda(config: AlgorithmConfig, lengths: Tensor) -> Tensor:
 def gae_statistics(
     config: Config, batch: TrainBatch, advantages: Tensor, lam: Tensor, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
-    lengths, longest = batch.response_lengths, config.rollout.max_response_tokens
+    lengths, max_length = batch.response_lengths, config.rollout.max_response_tokens
     nonempty = lengths > 0  # a response whose grading failed has no token
     sums = gae_sums(advantages, batch.sampled_mask, lam[nonempty], config.algorithm.lambda_floor)
     metrics = gae_metrics(sum_over_replicas(runtime, sums))
-    bins = lambda_by_length(lengths[nonempty], lam[nonempty], longest)
+    bins = lambda_by_length(lengths[nonempty], lam[nonempty], max_length)
     by_length = sum_over_replicas(runtime, bins).tolist()
     return metrics, {"lambda": dict(zip(("responses", "lambda"), by_length, strict=True))}
 
@@ -218,12 +218,12 @@ def mismatch(
     """Return mismatch/* of the engine's log-probs against `trainer` [T], and their histogram.
 
     Only tokens sampled with the current weights, `version`, count."""
-    engine, sampled_now = batch["engine_logprobs"], batch.sampled_mask
+    engine, on_policy_mask = batch["engine_logprobs"], batch.sampled_mask
     if "prefix_tokens" not in batch:  # tokens of each response that earlier steps sampled
-        sampled_now = sampled_now & (batch["policy_version"] == version)[batch.sequence_ids]
-    sums, largest = mismatch_sums(trainer, engine, sampled_now)
+        on_policy_mask = on_policy_mask & (batch["policy_version"] == version)[batch.sequence_ids]
+    sums, largest = mismatch_sums(trainer, engine, on_policy_mask)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))
-    counts = sum_over_replicas(runtime, difference_histogram(trainer, engine, sampled_now))
+    counts = sum_over_replicas(runtime, difference_histogram(trainer, engine, on_policy_mask))
     return metrics, {"mismatch": {"tokens": counts.tolist()}}
 
 

@@ -81,20 +81,20 @@ class InferenceModel:
 
     @contextmanager
     def free_routing(self) -> Iterator[None]:
-        replays, self.replays_routing = self.replays_routing, False
+        replays_routing, self.replays_routing = self.replays_routing, False
         try:
             yield
         finally:
-            self.replays_routing = replays
+            self.replays_routing = replays_routing
 
     def routing_metrics(self) -> dict[str, float]:
         """Return the router metrics since `start_counting`. Collective."""
         c = self.model.config
         if c.num_moe_experts is None:
             return {}
-        own = routing_counts(self.model.routings, c.num_layers, c.num_moe_experts)
-        dense = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
-        return routing_metrics(sum_over_ranks(self.runtime, own)[dense:], c.moe_router_topk)
+        counts = routing_counts(self.model.routings, c.num_layers, c.num_moe_experts)
+        dense_layers = c.moe_layer_freq.count(0) if isinstance(c.moe_layer_freq, list) else 0
+        return routing_metrics(sum_over_ranks(self.runtime, counts)[dense_layers:], c.moe_router_topk)
 
     def value_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Compute values, float32 [T], 0 outside responses."""
@@ -103,13 +103,17 @@ class InferenceModel:
     def sequence_scores(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute a reward model's scores, float32 [n], at the sequences' last tokens."""
         ends = batch.cu_seqlens[1:] - 1
-        at_ends = []
+        end_micro_batches = []
         for micro_batch in micro_batches:
-            last = torch.isin(micro_batch.token_indices, ends)
-            at = micro_batch.at[last]
-            ends_of = locate(at, at, torch.zeros_like(at), micro_batch.cut, micro_batch.tokens.device)
-            at_ends.append(replace(micro_batch, token_indices=micro_batch.token_indices[last], **ends_of))
-        return self._columns(("scores",), batch, at_ends)["scores"][ends]
+            is_last = torch.isin(micro_batch.token_indices, ends)
+            positions = micro_batch.at[is_last]
+            fields = locate(
+                positions, positions, torch.zeros_like(positions), micro_batch.cut, micro_batch.tokens.device
+            )
+            end_micro_batches.append(
+                replace(micro_batch, token_indices=micro_batch.token_indices[is_last], **fields)
+            )
+        return self._columns(("scores",), batch, end_micro_batches)["scores"][ends]
 
     def _columns(
         self, names: tuple[str, ...], batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int = 0
@@ -127,22 +131,24 @@ class InferenceModel:
             shape = (batch.num_tokens, *([k] if k else []))
             columns = {name: torch.zeros(shape) for name in names}
             for micro_batch, output in zip(micro_batches, outputs, strict=True):
-                heads = output if isinstance(output, tuple) else (output,)
-                for name, values in zip(names, heads, strict=True):
+                head_outputs = output if isinstance(output, tuple) else (output,)
+                for name, values in zip(names, head_outputs, strict=True):
                     columns[name][micro_batch.token_indices] = values.float().cpu()
         if k:
-            found = columns or {name: torch.zeros(batch.num_tokens, 0) for name in names}
+            result = columns or {name: torch.zeros(batch.num_tokens, 0) for name in names}
         else:
-            found = broadcast_from_last_stage(columns, names, batch.num_tokens, self.runtime)
-        bad = [
+            result = broadcast_from_last_stage(columns, names, batch.num_tokens, self.runtime)
+        problems = [
             f"{name} of {int((~torch.isfinite(column)).sum())} tokens"
-            for name, column in found.items()
+            for name, column in result.items()
             if not column.isfinite().all()
         ]
-        if any_rank(self.runtime, bool(bad)):
-            first = next(text for texts in gather_objects(self.runtime, bad, list[str]) for text in texts)
-            raise NumericalError(f"{self.name}: {first} are not finite; nothing was updated with them")
-        return found
+        if any_rank(self.runtime, bool(problems)):
+            problem = next(
+                text for texts in gather_objects(self.runtime, problems, list[str]) for text in texts
+            )
+            raise NumericalError(f"{self.name}: {problem} are not finite; nothing was updated with them")
+        return result
 
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Loss, forward_only: bool) -> list[Any]:
 
@@ -182,18 +188,18 @@ class InferenceModel:
 
 
 def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDataParallelConfig:
-    usual = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
-    reduce, gather = (
-        usual if wanted is None else wanted
-        for wanted in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
+    default = runtime.layout.dp * runtime.layout.cp > OVERLAP_ABOVE
+    overlap_reduce, overlap_gather = (
+        default if setting is None else setting
+        for setting in (parallel.overlap_grad_reduce, parallel.overlap_param_gather)
     )
     in_bf16 = parallel.grad_dtype == "bf16"
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=not in_bf16,
         reduce_scatter_with_fp32_accumulation=in_bf16,
-        overlap_grad_reduce=reduce or gather,  # else Megatron makes a single bucket
-        overlap_param_gather=gather,
+        overlap_grad_reduce=overlap_reduce or overlap_gather,  # else Megatron makes a single bucket
+        overlap_param_gather=overlap_gather,
         bucket_size=parallel.overlap_bucket,
     )
 
@@ -201,8 +207,8 @@ def _bucket_config(parallel: ParallelConfig, runtime: Runtime) -> DistributedDat
 def _wrap_chunks(
     model: ModelChunks, buckets: DistributedDataParallelConfig, config: OptimizerConfig
 ) -> list[Any]:
-    muon = config.optimizer == "muon"
-    layouts = muon_buffer_layouts(model, buckets) if muon else [{} for _ in model.chunks]
+    is_muon = config.optimizer == "muon"
+    layouts = muon_buffer_layouts(model, buckets) if is_muon else [{} for _ in model.chunks]
     return [
         DistributedDataParallel(chunk.config, buckets, chunk, **layout)
         for chunk, layout in zip(model.chunks, layouts, strict=True)
@@ -212,11 +218,11 @@ def _wrap_chunks(
 def _make_optimizer(
     chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, buckets: DistributedDataParallelConfig
 ) -> Any:
-    muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
+    is_muon, in_bf16 = config.optimizer == "muon", dtype == torch.bfloat16
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=config.optimizer,
-            **(muon_options(config.muon, in_bf16) if muon else {}),
+            **(muon_options(config.muon, in_bf16) if is_muon else {}),
             lr=config.lr,
             min_lr=config.lr * config.min_lr_ratio,
             weight_decay=config.weight_decay,
@@ -225,7 +231,7 @@ def _make_optimizer(
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
             # Megatron's Muon needs the bf16 wrapper, which accepts float32 weights too.
-            bf16=in_bf16 or muon,
+            bf16=in_bf16 or is_muon,
             params_dtype=dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=buckets.overlap_param_gather,
@@ -267,16 +273,16 @@ class TrainableModel(InferenceModel):
     def start_schedule(self, steps: int, constant_lr: float | None = None) -> None:
         """Start a schedule over `steps` rollout steps: warm-up and config.schedule, or constant_lr."""
         c = self.config
-        peak = constant_lr or c.lr
-        lowest = peak if constant_lr else c.lr * c.min_lr_ratio
+        max_lr = constant_lr or c.lr
+        min_lr = max_lr if constant_lr else c.lr * c.min_lr_ratio
         warmup = 0 if constant_lr else c.warmup_steps
         for group in self.optimizer.param_groups:  # they override the scheduler's arguments
-            group["max_lr"], group["min_lr"] = peak, lowest
+            group["max_lr"], group["min_lr"] = max_lr, min_lr
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=peak,
-            min_lr=lowest,
+            max_lr=max_lr,
+            min_lr=min_lr,
             lr_warmup_steps=warmup,
             lr_decay_steps=max(steps, warmup + 1),
             lr_decay_style="constant" if constant_lr else c.schedule,
@@ -293,7 +299,7 @@ class TrainableModel(InferenceModel):
     @property
     def optimizers(self) -> list[Any]:
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [one for part in parts for one in getattr(part, "chained_optimizers", [part])]
+        return [optimizer for part in parts for optimizer in getattr(part, "chained_optimizers", [part])]
 
     @property
     def buffers(self) -> list[Any]:
@@ -316,10 +322,10 @@ class TrainableModel(InferenceModel):
         sums: dict[str, float] = {}
         norms: list[float] = []
         passes = [micro_batches for _ in range(epochs) for micro_batches in mini_batches]
-        for number, micro_batches in enumerate(passes, start=1):
+        for update_number, micro_batches in enumerate(passes, start=1):
             if before:
-                before(number, micro_batches)
-            result = self.update(micro_batches, loss, more=number < len(passes) and before is None)
+                before(update_number, micro_batches)
+            result = self.update(micro_batches, loss, more=update_number < len(passes) and before is None)
             norms.append(result.grad_norm)
             for key, value in result.sums.items():
                 sums[key] = sums.get(key, 0.0) + value
@@ -345,13 +351,15 @@ class TrainableModel(InferenceModel):
             self.param_gather.after_step(more=more)
         self.megatron_seconds += time.perf_counter() - started
         # Other ranks' shares may not be gathered yet.
-        shares = [
+        parameter_sums = [
             parameter.detach().float().sum()
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        if any_rank(self.runtime, bool(shares) and not bool(torch.isfinite(torch.stack(shares).sum()))):
+        if any_rank(
+            self.runtime, bool(parameter_sums) and not bool(torch.isfinite(torch.stack(parameter_sums).sum()))
+        ):
             error = NumericalError(
                 f"{self.name} update: the weights are no longer finite (continue from a checkpoint)"
             )
@@ -365,27 +373,27 @@ class TrainableModel(InferenceModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def with_loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
+        def record_loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
             value, stats = loss(output, micro_batch)
             return value, {**stats, "_loss": value.detach().clone()}
 
-        collected = self._run(micro_batches, with_loss, forward_only=False)
-        losses = [float(stats.pop("_loss")) for stats in collected]
-        bad = [
+        stats_by_micro_batch = self._run(micro_batches, record_loss, forward_only=False)
+        losses = [float(stats.pop("_loss")) for stats in stats_by_micro_batch]
+        problems = [
             f"loss of micro-batch {i} is {value}"
             for i, value in enumerate(losses)
             if not math.isfinite(value)
         ]
         if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.buffers):
-            bad.append("gradient is not finite")
-        if any_rank(self.runtime, bool(bad)):
-            reports = gather_objects(self.runtime, bad, list[str])
+            problems.append("gradient is not finite")
+        if any_rank(self.runtime, bool(problems)):
+            reports = gather_objects(self.runtime, problems, list[str])
             # Report a bad loss first: it makes all gradients bad.
-            found = [(text, rank) for rank, report in enumerate(reports) for text in report]
-            first, rank = min(found, key=lambda pair: not pair[0].startswith("loss"))
-            raise NumericalError(f"{self.name} update, rank {rank}: {first}; the update was not applied")
+            problems_and_ranks = [(text, rank) for rank, report in enumerate(reports) for text in report]
+            problem, rank = min(problems_and_ranks, key=lambda pair: not pair[0].startswith("loss"))
+            raise NumericalError(f"{self.name} update, rank {rank}: {problem}; the update was not applied")
         sums: dict[str, float] = {}
-        for stats in collected:
+        for stats in stats_by_micro_batch:
             for key, number in stats.items():
                 sums[key] = sums.get(key, 0.0) + float(number)
         return sums

@@ -17,12 +17,16 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 
     layer_wise.tag_params_for_buffer_routing(model.chunks)
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    cut = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if cut else None  # as DDP's own
-    compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
+    has_buckets = buckets.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    # DDP's default size.
+    bucket_size = (buckets.bucket_size or max(40_000_000, 1_000_000 * replicas)) if has_buckets else None
+    compute_layout = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
     expert_replicas = parallel_state.get_expert_data_parallel_world_size()
-    trained = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]
-    return [{"full_param_layout": compute(own, size, replicas, buckets, expert_replicas)} for own in trained]
+    trained_parameters = [[p for p in chunk.parameters() if p.requires_grad] for chunk in model.chunks]
+    return [
+        {"full_param_layout": compute_layout(parameters, bucket_size, replicas, buckets, expert_replicas)}
+        for parameters in trained_parameters
+    ]
 
 
 def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:

@@ -41,12 +41,14 @@ def actor_loss(
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
-        top_k_logprobs = of_teacher = None
+        top_k_logprobs = teacher_token_logprobs = None
         if micro_batch.others is not None:
-            logprobs, of_old, of_teacher = logprobs.tensor_split((1, 1 + config.dppo.top_k), 1)
+            logprobs, old_token_logprobs, teacher_token_logprobs = logprobs.tensor_split(
+                (1, 1 + config.dppo.top_k), 1
+            )
             logprobs = logprobs[:, 0]
             if config.dppo.top_k:
-                top_k_logprobs = compared_top_k(batch, micro_batch, of_old)
+                top_k_logprobs = compared_top_k(batch, micro_batch, old_token_logprobs)
         weights = micro_batch.column(batch, "policy_loss_weights")
         total, stats = policy_loss(
             logprobs,
@@ -64,7 +66,7 @@ def actor_loss(
             top_k_logprobs=top_k_logprobs,
         )
         for factor, (term, term_stats) in further_terms(
-            config, batch, micro_batch, logprobs, entropy, of_teacher, teacher
+            config, batch, micro_batch, logprobs, entropy, teacher_token_logprobs, teacher
         ):
             total, stats = total + factor * term, stats | term_stats
         return total, stats
@@ -76,11 +78,11 @@ def compared_top_k(batch: TrainBatch, micro_batch: MicroBatch, logprobs: Tensor)
     """Return log pi (`logprobs`) and log pi_old of pi_old's top-k tokens, [r, k] each.
 
     The sampled token gets the lowest finite value in both, because a trust region counts it separately."""
-    sampled = batch.tokens[micro_batch.token_indices].to(logprobs.device)
-    same = micro_batch.column(batch, "old_top_tokens") == sampled[:, None]
-    old = micro_batch.column(batch, "old_top_logprobs")
-    least = torch.finfo(old.dtype).min
-    return logprobs.masked_fill(same, least), old.masked_fill(same, least)
+    sampled_tokens = batch.tokens[micro_batch.token_indices].to(logprobs.device)
+    is_sampled = micro_batch.column(batch, "old_top_tokens") == sampled_tokens[:, None]
+    old_logprobs = micro_batch.column(batch, "old_top_logprobs")
+    lowest = torch.finfo(old_logprobs.dtype).min
+    return logprobs.masked_fill(is_sampled, lowest), old_logprobs.masked_fill(is_sampled, lowest)
 
 
 def further_terms(
@@ -99,8 +101,8 @@ def further_terms(
     def column(name: str) -> Tensor:
         return micro_batch.column(batch, name)
 
-    corrected = "uncorrected_weights" in batch
-    weights = "uncorrected_weights" if corrected else "policy_loss_weights"
+    is_corrected = "uncorrected_weights" in batch
+    weights_column = "uncorrected_weights" if is_corrected else "policy_loss_weights"
     if config.nll_weight:
         yield config.nll_weight, nll_loss(logprobs, column("nll_loss_weights"))
     if config.kl_weight:
@@ -110,11 +112,11 @@ def further_terms(
             kl_loss(logprobs, reference, column("policy_loss_weights"), config.kl_estimator),
         )
     if config.entropy_weight:
-        entropy_weights = "entropy_weights" if config.agreement.filter else weights
-        yield config.entropy_weight, entropy_loss(entropy, column(entropy_weights))
+        entropy_column = "entropy_weights" if config.agreement.filter else weights_column
+        yield config.entropy_weight, entropy_loss(entropy, column(entropy_column))
     if teacher is not None and teacher.top_k:
         assert of_teacher is not None
-        yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights))
+        yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights_column))
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:
@@ -126,13 +128,13 @@ def other_tokens(batch: TrainBatch) -> Tensor | None:
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
-        old, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")
+        old_values, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")
         if "critic_values" in batch:
-            old = micro_batch.column(batch, "critic_values")[:, number]
+            old_values = micro_batch.column(batch, "critic_values")[:, number]
         weights = micro_batch.column(batch, "value_loss_weights")
         if config.advantage == "prompt_value":
             return chance_loss(output, target, weights)
-        return value_loss(output, old, target, weights, config.value_clip)
+        return value_loss(output, old_values, target, weights, config.value_clip)
 
     return loss
 

@@ -76,8 +76,10 @@ class Part(NamedTuple):
         if self.offsets is None:
             return WriteItem(MetadataIndex(self.key), WriteItemType.BYTE_IO)
         chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.extents))
-        write = TensorWriteData(chunk, TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape))
-        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=write)
+        tensor_data = TensorWriteData(
+            chunk, TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape)
+        )
+        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=tensor_data)
 
 
 class WrittenPart(NamedTuple):
@@ -92,16 +94,16 @@ class WrittenPart(NamedTuple):
 
     @staticmethod
     def from_result(result: WriteResult) -> WrittenPart:
-        index, place = result.index, result.storage_data
+        index, storage = result.index, result.storage_data
         offsets = None if index.offset is None else tuple(index.offset)
         return WrittenPart(
-            index.fqn, offsets, result.size_in_bytes, place.relative_path, place.offset, place.length
+            index.fqn, offsets, result.size_in_bytes, storage.relative_path, storage.offset, storage.length
         )
 
     @property
     def result(self) -> WriteResult:
-        place = _StorageInfo(self.file, self.start, self.length)
-        return WriteResult(MetadataIndex(self.key, self.offsets), self.size, place)
+        storage = _StorageInfo(self.file, self.start, self.length)
+        return WriteResult(MetadataIndex(self.key, self.offsets), self.size, storage)
 
 
 Report = tuple[tuple[str, str] | None, Entries, dict[str, list[WrittenPart]]]
@@ -162,7 +164,7 @@ class CheckpointWriter:
         Raises CheckpointError on every rank if a write failed."""
         started = time.perf_counter()
         self.finish()
-        final = self.config.run_dir / FOLDER / folder_name(stage, step)
+        folder = self.config.run_dir / FOLDER / folder_name(stage, step)
         layout = {key: size for key, size in asdict(self.runtime.layout).items() if isinstance(size, int)}
         manifest = {
             "format": FORMAT,
@@ -173,9 +175,9 @@ class CheckpointWriter:
             "settings": self.settings,
             "versions": self.versions,
         }
-        kind: Any = tuple[dict[str, Any], self.share]  # type: ignore[name-defined]
-        shares = gather_shares_to_rank_0(self.runtime, (generator_states(), state["samplers"]), kind)
-        writing, failure = _Writing(final, manifest), None
+        share_type: Any = tuple[dict[str, Any], self.share]  # type: ignore[name-defined]
+        shares = gather_shares_to_rank_0(self.runtime, (generator_states(), state["samplers"]), share_type)
+        writing, failure = _Writing(folder, manifest), None
         if shares is not None:
             generators, samplers = map(list, zip(*shares, strict=True))
             writing.state = {**state, "samplers": samplers, "generators": generators}
@@ -185,7 +187,7 @@ class CheckpointWriter:
                 for part in parts:
                     (writing.partial / part).mkdir()
             except OSError as error:
-                failure = f"{final}: {cannot_be_written(reason(error))}"
+                failure = f"{folder}: {cannot_be_written(reason(error))}"
                 shutil.rmtree(writing.partial, ignore_errors=True)
         failure = broadcast_from_rank_0(self.runtime, failure, str | None)
         if failure is not None:
@@ -195,7 +197,7 @@ class CheckpointWriter:
                 self.prepare(name)
                 writing.models[name] = self._copiers[name].copy_model(self.models[name])
         except CheckpointError as error:
-            raise CheckpointError(f"{final}: {error}") from None
+            raise CheckpointError(f"{folder}: {error}") from None
         self._writing = writing
         writing.in_thread(lambda: writing.write_own(self.join, self.ahead))
         if now or not self.config.checkpoint.background:
@@ -229,10 +231,10 @@ class CheckpointWriter:
         if writing is None:
             return
         results = {name: copy.results for name, copy in writing.models.items()}
-        ranks = gather_to_rank_0(self.runtime, (writing.failure, writing.files, results), Report)
+        report_by_rank = gather_to_rank_0(self.runtime, (writing.failure, writing.files, results), Report)
         failures = [
             (f"rank {rank}: {failure[0]}", failure[1])
-            for rank, (failure, _, _) in enumerate(ranks or [])
+            for rank, (failure, _, _) in enumerate(report_by_rank or [])
             if failure is not None
         ]
         failures = broadcast_from_rank_0(self.runtime, failures, list[tuple[str, str]])
@@ -247,8 +249,8 @@ class CheckpointWriter:
                 self.warn(line)
             return
         models, writing.models, writing.parts_written = writing.models, {}, True
-        if ranks is not None:
-            reports = [(files, results) for _, files, results in ranks]
+        if report_by_rank is not None:
+            reports = [(files, results) for _, files, results in report_by_rank]
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
@@ -289,14 +291,14 @@ class _Writing:
     def in_thread(self, work: Callable[[], None]) -> None:
 
         def run() -> None:
-            default = sys.getswitchinterval()
+            default_interval = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL)
             try:
                 work()
             except Exception as error:  # noqa: BLE001 (`advance` raises it on every rank)
                 self.failure = reason(error), NO_ROOM
             finally:
-                sys.setswitchinterval(default)
+                sys.setswitchinterval(default_interval)
 
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
@@ -306,8 +308,8 @@ class _Writing:
             self._add(copy.write(self.partial / name))
         if self.state is None:
             return
-        whole = {**self.state, "samplers": join(self.state["samplers"])}
-        self._add(write_state(self.partial, whole))
+        full_state = {**self.state, "samplers": join(self.state["samplers"])}
+        self._add(write_state(self.partial, full_state))
         if ahead is None or self.manifest["stage"] == PRETRAINING:
             return
         for path in ahead.files(self.manifest["step"]):
@@ -367,40 +369,44 @@ class HostCopier:
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))
         )
         parts = [part for part in nested_values(parts) if isinstance(part, ShardedBase)]
-        own = [_copy_part(part) for part in self._own(parts)]
-        described = [part for part, _ in own]
-        if any_rank(self.runtime, described != self._parts):
-            self._index, self._parts = self._agree(described), described
-        plan = SavePlan([part.item for part in described])
-        named = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
-        return HostCopy(named, {part.item.index: copy for part, copy in own}, self._index, common)
+        copies = [_copy_part(part) for part in self._own(parts)]
+        descriptions = [part for part, _ in copies]
+        if any_rank(self.runtime, descriptions != self._parts):
+            self._index, self._parts = self._agree(descriptions), descriptions
+        plan = SavePlan([part.item for part in descriptions])
+        named_plan = FileSystemWriter("").prepare_global_plan([plan] * self.runtime.world)[self.runtime.rank]
+        return HostCopy(named_plan, {part.item.index: copy for part, copy in copies}, self._index, common)
 
     def _own(self, parts: list[ShardedBase]) -> list[ShardedBase]:
         """Choose the parts that this rank writes.
 
         Data- and context-parallel ranks hold the same weights and optimizer; each writes an equal share. The
         first replica writes experts and small objects."""
-        shared, own = [], []
+        shared_parts, parts_to_write = [], []
         for part in parts:
             # replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
-            number = part.replica_id
-            if isinstance(part, ShardedTensor) and isinstance(number, tuple) and ".experts." not in part.key:
-                if not any(number[:-1]):
-                    shared.append(part)
-            elif is_main_replica(number):
-                own.append(part)
-        shared.sort(key=lambda part: (part.key, part.global_offset))
-        layout, place = self.runtime.layout, self.runtime.layout.coords(self.runtime.rank)
-        shares = balance([part.data.nbytes for part in shared], layout.dp * layout.cp)
-        return own + [shared[i] for i in shares[place.dp * layout.cp + place.cp]]
+            replica_id = part.replica_id
+            if (
+                isinstance(part, ShardedTensor)
+                and isinstance(replica_id, tuple)
+                and ".experts." not in part.key
+            ):
+                if not any(replica_id[:-1]):
+                    shared_parts.append(part)
+            elif is_main_replica(replica_id):
+                parts_to_write.append(part)
+        shared_parts.sort(key=lambda part: (part.key, part.global_offset))
+        layout, coords = self.runtime.layout, self.runtime.layout.coords(self.runtime.rank)
+        shares = balance([part.data.nbytes for part in shared_parts], layout.dp * layout.cp)
+        return parts_to_write + [shared_parts[i] for i in shares[coords.dp * layout.cp + coords.cp]]
 
     def _agree(self, parts: list[Part]) -> Metadata | None:
-        by_rank, index, failure = gather_to_rank_0(self.runtime, parts, list[Part]), None, None
-        if by_rank is not None:
-            plans = [SavePlan([part.item for part in theirs]) for theirs in by_rank]
+        parts_by_rank, index, failure = gather_to_rank_0(self.runtime, parts, list[Part]), None, None
+        if parts_by_rank is not None:
+            plans = [SavePlan([part.item for part in share]) for share in parts_by_rank]
             try:
-                kept, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-                if [len(theirs.items) for theirs in plans] != [len(those.items) for those in kept]:
+                global_plans, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+                if [len(share.items) for share in plans] != [len(plan.items) for plan in global_plans]:
                     failure = "two ranks would write the same part"
             except (ValueError, AssertionError) as error:
                 failure = str(error)
@@ -450,9 +456,9 @@ class HostCopy:
         planner = Planner(flatten_state_dict=False)
         # Copying ahead would create a CUDA context of every rank on GPU 0, this thread's device.
         writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
-        written = writer.write_data(self.plan, planner)
-        written.wait()
-        self.results, self.copies = [WrittenPart.from_result(result) for result in written.value()], {}
+        write_future = writer.write_data(self.plan, planner)
+        write_future.wait()
+        self.results, self.copies = [WrittenPart.from_result(result) for result in write_future.value()], {}
         return sorted({folder / part.file for part in self.results})
 
     def write_index(self, folder: Path, results: list[list[WrittenPart]]) -> list[Path]:
@@ -460,7 +466,7 @@ class HostCopy:
         assert self.index is not None
         torch.save(self.common, folder / COMMON)
         FileSystemWriter(folder, sync_files=True).finish(
-            self.index, [[part.result for part in of_rank] for of_rank in results]
+            self.index, [[part.result for part in written_parts] for written_parts in results]
         )
         (folder / CONFIG).write_text(json.dumps(MODEL_FORMAT), encoding="utf-8")
         return [path for path in sorted(folder.iterdir()) if path.suffix != ".distcp"]

@@ -48,10 +48,10 @@ FAILURES = (CheckpointException, CheckpointingException, OSError, RuntimeError)
 def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
     """Return Megatron's sharded state of weights, optimizers and schedule. Collective."""
     with quiet_warnings(), on_cpu():
-        weights = trained = model_state(model.model)
+        weights = trained_weights = model_state(model.model)
         if model.config.frozen_layers:
             # A tensor of all layers would have holes.
-            trained = model_state(model.model, metadata={"non_homogeneous_layers": True})
+            trained_weights = model_state(model.model, metadata={"non_homogeneous_layers": True})
         optimizers = {}
         for optimizer in filter(_is_adam, model.optimizers):
             _fix_saved_names(optimizer)
@@ -67,7 +67,7 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 # hold its moments twice.
                 optimizer.load_state_dict = lambda _: None
             optimizers[str(i)] = optimizer.sharded_state_dict(
-                trained, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
+                trained_weights, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
             )
             vars(optimizer).pop("load_state_dict", None)
     return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
@@ -88,51 +88,55 @@ def load_checkpoint(
 
 def load_trainable(model: TrainableModel, folder: Path) -> None:
     """Load model, optimizer and schedule. Collective. Raises CheckpointError."""
-    wanted = megatron_state(model, is_loading=True)
-    loaded = _load(wanted, folder, model.model, "remove it to continue from an older one")
+    sharded_state = megatron_state(model, is_loading=True)
+    loaded = _load(sharded_state, folder, model.model, "remove it to continue from an older one")
     with quiet_warnings(), on_cpu():
         for i, optimizer in enumerate(model.optimizers):
-            of_file = loaded["optimizer"][str(i)]
+            saved_state = loaded["optimizer"][str(i)]
             if _is_adam(optimizer):
-                _load_optimizer(optimizer, of_file)
+                _load_optimizer(optimizer, saved_state)
                 continue
-            for number, (_, parts) in enumerate(_list_matrices(optimizer)):
-                for key, tensor in parts.items():
-                    tensor.detach().copy_(of_file[str(number)][key])
+            for matrix_index, (_, tensors) in enumerate(_list_matrices(optimizer)):
+                for key, tensor in tensors.items():
+                    tensor.detach().copy_(saved_state[str(matrix_index)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
 
 
 def load_model(model: ModelChunks, folder: Path) -> None:
     """Collective. Raises CheckpointError."""
     with quiet_warnings(), on_cpu():
-        wanted = {"model": model_state(model)}
-    _load(wanted, folder, model, "choose another checkpoint")
+        sharded_state = {"model": model_state(model)}
+    _load(sharded_state, folder, model, "choose another checkpoint")
 
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
-    objects = {number: _take_objects(chunk) for number, chunk in wanted["model"].items()}
+    objects = {chunk_index: _take_objects(chunk) for chunk_index, chunk in wanted["model"].items()}
     try:
         index = check_trainable(folder)
         with quiet_warnings(), on_cpu():
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-        for number, own in objects.items():
-            for name, key in own.items():
+        for chunk_index, keys_by_name in objects.items():
+            for name, key in keys_by_name.items():
                 history = read_history(folder, index, key)
-                loaded["model"][number][name] = _for_transformer_engine(history, model.config)
+                loaded["model"][chunk_index][name] = _for_transformer_engine(history, model.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
         raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
-    keys = [
+    unmatched_names = [
         name
-        for number, chunk in enumerate(model.chunks)
-        for names in chunk.load_state_dict(loaded["model"][str(number)], strict=False)
+        for chunk_index, chunk in enumerate(model.chunks)
+        for names in chunk.load_state_dict(loaded["model"][str(chunk_index)], strict=False)
         for name in names
     ]
-    alone = _has_adapters(model)
-    if wrong := [name for name in keys if not (name.endswith(EXTRA) or (alone and not _is_beside(name)))]:
+    only_adapters = _has_adapters(model)
+    if wrong_names := [
+        name
+        for name in unmatched_names
+        if not (name.endswith(EXTRA) or (only_adapters and not _is_beside(name)))
+    ]:
         raise CheckpointError(
-            f"{folder}: does not fit the model: {wrong[0]} (remove it to continue from an older one)"
+            f"{folder}: does not fit the model: {wrong_names[0]} (remove it to continue from an older one)"
         )
     return loaded
 
@@ -146,25 +150,25 @@ def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
 def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
     if history is None:
         return None
-    whole = {**history, "recipe": get_fp8_recipe(config)}
-    return torch.frombuffer(bytearray(pickle.dumps(whole)), dtype=torch.uint8)
+    extra_state = {**history, "recipe": get_fp8_recipe(config)}
+    return torch.frombuffer(bytearray(pickle.dumps(extra_state)), dtype=torch.uint8)
 
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
     """Silence Megatron's warnings about deprecations, and 0.19's about common.pt."""
-    common = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
+    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
 
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
-    common.addFilter(is_error)  # setLevel would clear the caches of all loggers
+    logger.addFilter(is_error)  # setLevel would clear the caches of all loggers
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        common.removeFilter(is_error)
+        logger.removeFilter(is_error)
 
 
 def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
@@ -173,17 +177,19 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     Portable and Transformer Engine layers have equal names, except FP8's extra state with recipe delayed.
     With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
-        return {str(number): _adapters(chunk) for number, chunk in enumerate(model.chunks)}
-    matters = model.config.fp8 and model.config.fp8_recipe == "delayed"
+        return {str(chunk_index): _adapters(chunk) for chunk_index, chunk in enumerate(model.chunks)}
+    keeps_extra_state = model.config.fp8 and model.config.fp8_recipe == "delayed"
     states = {}
-    for number, chunk in enumerate(model.chunks):
+    for chunk_index, chunk in enumerate(model.chunks):
         state = (
             MegatronModule.sharded_state_dict(chunk, **options)
             if isinstance(chunk, Critic)
             else chunk.sharded_state_dict(**options)
         )
-        kept = {name: value for name, value in state.items() if matters or f".{EXTRA}" not in name}
-        states[str(number)] = kept
+        filtered_state = {
+            name: value for name, value in state.items() if keeps_extra_state or f".{EXTRA}" not in name
+        }
+        states[str(chunk_index)] = filtered_state
     return states
 
 
@@ -196,32 +202,36 @@ def _is_beside(name: str) -> bool:
 
 
 def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
-    experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
-    first = (
-        parallel_state.get_expert_model_parallel_rank() * experts // chunk.config.expert_model_parallel_size
+    num_experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
+    first_expert = (
+        parallel_state.get_expert_model_parallel_rank()
+        * num_experts
+        // chunk.config.expert_model_parallel_size
     )
     tp = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for name, parameter in chunk.named_parameters():
         if not _is_beside(name):
             continue
-        in_layer = get_table_name(name)
-        key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), in_layer)
+        table_name = get_table_name(name)
+        key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), table_name)
         if ".experts." in name:
-            key = EXPERT.sub(lambda match: str(int(match[0]) + first), key)
-            number = 0, 0, parallel_state.get_expert_data_parallel_rank()
-            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=number)
+            key = EXPERT.sub(lambda match: str(int(match[0]) + first_expert), key)
+            replica_id = 0, 0, parallel_state.get_expert_data_parallel_rank()
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
         elif getattr(parameter, "tensor_model_parallel", False):
-            cut = (parameter.partition_dim, *tp)
-            state[name] = ShardedTensor.from_rank_offsets(key, parameter, cut, replica_id=(0, 0, replica))
+            rank_offset = (parameter.partition_dim, *tp)
+            state[name] = ShardedTensor.from_rank_offsets(
+                key, parameter, rank_offset, replica_id=(0, 0, dp_rank)
+            )
             if name.endswith("gate_up_proj_b"):
                 state[name] = apply_swiglu_sharded_factory(state[name], ())
         else:
-            number = 0, tp[0], replica
-            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=number)
+            replica_id = 0, tp[0], dp_rank
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
     return state
 
 
@@ -232,20 +242,24 @@ def _is_adam(optimizer: Any) -> bool:
 def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
     muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
-    kept = [(own, {"fp32_param": copy}, copy) for pair in groups for own, copy in zip(*pair, strict=True)]
-    kept += [(own, {}, own) for group in muon.fp32_from_fp32_groups for own in group]
-    return [(own, copies | muon.optimizer.state[main]) for own, copies, main in kept]
+    matrices = [
+        (parameter, {"fp32_param": copy}, copy)
+        for pair in groups
+        for parameter, copy in zip(*pair, strict=True)
+    ]
+    matrices += [(parameter, {}, parameter) for group in muon.fp32_from_fp32_groups for parameter in group]
+    return [(parameter, copies | muon.optimizer.state[main]) for parameter, copies, main in matrices]
 
 
 def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    kept, state = _list_matrices(muon), dict[str, Any]()
-    shards = get_param_id_to_sharded_param_map(weights, (own for own, _ in kept))
-    for number, (_, parts) in enumerate(kept):
+    matrices, state = _list_matrices(muon), dict[str, Any]()
+    shards = get_param_id_to_sharded_param_map(weights, (parameter for parameter, _ in matrices))
+    for matrix_index, (_, tensors) in enumerate(matrices):
         # Only this data-parallel replica has it.
-        shard = replace(shards[number], replica_id=int(any(shards[number].replica_id[:2])))
-        state[str(number)] = {
+        shard = replace(shards[matrix_index], replica_id=int(any(shards[matrix_index].replica_id[:2])))
+        state[str(matrix_index)] = {
             key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
-            for key, tensor in parts.items()
+            for key, tensor in tensors.items()
         }
     return state
 
@@ -260,9 +274,9 @@ def _fix_saved_names(optimizer: Any) -> None:
             bucket.numel_unpadded = bucket.grad_data.numel()
         buffer.numel_unpadded = buffer.numel
     groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
-    for number, (single, half) in enumerate(groups):
-        for place, parameter in enumerate([*single, *half]):
-            optimizer.model_param_group_index_map[parameter] = (number, place)
+    for group_index, (fp32_parameters, float16_parameters) in enumerate(groups):
+        for index, parameter in enumerate([*fp32_parameters, *float16_parameters]):
+            optimizer.model_param_group_index_map[parameter] = (group_index, index)
 
 
 def allocate_moments(adam: Any) -> None:
@@ -281,14 +295,16 @@ def allocate_moments(adam: Any) -> None:
 def _lend_steps(model: TrainableModel) -> None:
     """Give a fully frozen stage's Adam the other ranks' number of steps: Megatron saves rank 0's."""
 
-    def steps(adam: Any) -> list[float]:
+    def list_steps(adam: Any) -> list[float]:
         if isinstance(adam, torch.optim.Adam):
             return [float(state["step"]) for state in adam.state.values()]
         return [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
 
     adams = [optimizer.optimizer for optimizer in model.optimizers]
-    ranks = gather_objects(model.runtime, [max(steps(adam), default=0.0) for adam in adams], list[float])
-    for adam, counts in zip(adams, zip(*ranks, strict=True), strict=True):
+    steps_by_rank = gather_objects(
+        model.runtime, [max(list_steps(adam), default=0.0) for adam in adams], list[float]
+    )
+    for adam, counts in zip(adams, zip(*steps_by_rank, strict=True), strict=True):
         if any(group["params"] for group in adam.param_groups):
             continue
         if isinstance(adam, torch.optim.Adam):
@@ -305,16 +321,18 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     DistributedOptimizer.load_state_dict needs the same implementation, copies the file's settings, shares
     torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
-    written = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
+    saved_groups = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:
-        found = written[_group_key(group)]
-        group.update({key: value for key, value in found.items() if key in group})
-    counts = [own.pop("step") for own in adam.state.values() if "step" in own]
+        saved_group = saved_groups[_group_key(group)]
+        group.update({key: value for key, value in saved_group.items() if key in group})
+    old_steps = [
+        parameter_state.pop("step") for parameter_state in adam.state.values() if "step" in parameter_state
+    ]
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
-    steps = max(int(group.get("step", 0)) for group in written.values())
-    if counts:
-        for own in adam.state.values():
-            own["step"] = torch.tensor(float(steps))
+    steps = max(int(group.get("step", 0)) for group in saved_groups.values())
+    if old_steps:
+        for parameter_state in adam.state.values():
+            parameter_state["step"] = torch.tensor(float(steps))
     else:
         for group in adam.param_groups:
             group["step"] = steps

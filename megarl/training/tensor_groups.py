@@ -25,13 +25,15 @@ def tensor_groups(model: InferenceModel, pool: HostPool) -> dict[str, OffloadGro
         """Yield this rank's FP32 main parameters and Adam's moments.
 
         FP32 weights are their own main parameters, and belong to another group."""
-        others = {
+        buffer_storages = {
             t.untyped_storage()._cdata for buffer in buffers for t in (buffer.param_data, buffer.grad_data)
         }
         for part in model.optimizers:
             tensors = [p for group in part.param_groups for p in group["params"]]
             tensors += [t for state in part.state.values() for t in state.values() if isinstance(t, Tensor)]
-            yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in others)
+            yield from (
+                tensor for tensor in tensors if tensor.untyped_storage()._cdata not in buffer_storages
+            )
 
     def parameters() -> Iterator[Tensor]:
         yield from (buffer.param_data for buffer in buffers)

@@ -18,23 +18,23 @@ def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) 
     Denominators do not change. Tokens with equal deviations are all selected or none, so shares are upper
     bounds."""
     weights = batch["policy_loss_weights"]
-    counted = weights > 0
+    in_loss = weights > 0
     spread = batch["critic_values"].double().std(-1, correction=0).float()
-    keys = spread.view(torch.int32)[counted]  # the bits of non-negative floats have the floats' order
-    sums = torch.stack([counted.sum().double(), spread[counted].double().sum()])
+    keys = spread.view(torch.int32)[in_loss]  # the bits of non-negative floats have the floats' order
+    sums = torch.stack([in_loss.sum().double(), spread[in_loss].double().sum()])
     tokens, total = sum_over_replicas(runtime, sums).tolist()
-    metrics, taken = {"value/spread": total / max(tokens, 1)}, {}
-    for name, share, order in (
+    metrics, masks = {"value/spread": total / max(tokens, 1)}, {}
+    for name, share, sort_keys in (
         ("agreed", config.mask, keys),
         ("disputed", config.filter, torch.iinfo(keys.dtype).max - keys),
     ):
-        taken[name] = counted.clone()
-        taken[name][counted] = find_among_smallest(runtime, order, int(share * tokens))
-        count = float(sum_over_replicas(runtime, taken[name].sum()))
+        masks[name] = in_loss.clone()
+        masks[name][in_loss] = find_among_smallest(runtime, sort_keys, int(share * tokens))
+        count = float(sum_over_replicas(runtime, masks[name].sum()))
         metrics[f"policy/{name}"] = count / max(tokens, 1)
-    batch["advantages"] = batch["advantages"].masked_fill(taken["agreed"], 0.0)
+    batch["advantages"] = batch["advantages"].masked_fill(masks["agreed"], 0.0)
     if config.filter:
         if "uncorrected_weights" in batch:
             weights = batch["uncorrected_weights"]
-        batch["entropy_weights"] = weights.masked_fill(taken["disputed"], 0.0)
+        batch["entropy_weights"] = weights.masked_fill(masks["disputed"], 0.0)
     return metrics

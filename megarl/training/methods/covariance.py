@@ -29,10 +29,10 @@ def select_kl_cov(
     """Select the configured share of tokens, at least one, by largest covariance, bool [T].
 
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
-    at = counted_tokens(batch, mini_batch)
-    covariance, count = covariances(batch, at, logprobs, runtime)
-    chosen = find_among_largest(runtime, covariance, random_numbers[at], _share(config, count))
-    return _mark(batch, at[chosen])
+    token_indices = counted_tokens(batch, mini_batch)
+    covariance, count = covariances(batch, token_indices, logprobs, runtime)
+    is_chosen = find_among_largest(runtime, covariance, random_numbers[token_indices], _share(config, count))
+    return _mark(batch, token_indices[is_chosen])
 
 
 def select_clip_cov(
@@ -46,30 +46,32 @@ def select_clip_cov(
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
     They are at most the configured share of all tokens, or one."""
-    at = counted_tokens(batch, mini_batch)
-    covariance, count = covariances(batch, at, logprobs, runtime)
-    new, old = logprobs[at].double(), batch[config.old_column][at].double()
-    ratio = log_ratio(new, old, torch.ones_like(at, dtype=torch.bool)).exp()
-    advantage = batch["advantages"][at].double()
+    token_indices = counted_tokens(batch, mini_batch)
+    covariance, count = covariances(batch, token_indices, logprobs, runtime)
+    new, old = logprobs[token_indices].double(), batch[config.old_column][token_indices].double()
+    ratio = log_ratio(new, old, torch.ones_like(token_indices, dtype=torch.bool)).exp()
+    advantage = batch["advantages"][token_indices].double()
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
-    inside = (covariance > config.covariance.low) & (covariance < config.covariance.high)
-    at = at[inside & ~clipped.too_low & ~clipped.too_high]
-    chosen = find_among_largest(runtime, random_numbers[at], random_numbers[at], _share(config, count))
-    return _mark(batch, at[chosen])
+    in_bounds = (covariance > config.covariance.low) & (covariance < config.covariance.high)
+    token_indices = token_indices[in_bounds & ~clipped.too_low & ~clipped.too_high]
+    is_chosen = find_among_largest(
+        runtime, random_numbers[token_indices], random_numbers[token_indices], _share(config, count)
+    )
+    return _mark(batch, token_indices[is_chosen])
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
     """Return the positions of this replica's policy-loss tokens, int64."""
-    at = torch.cat([one.token_indices for one in mini_batch])
-    return at[batch["policy_loss_weights"][at] > 0]
+    token_indices = torch.cat([micro_batch.token_indices for micro_batch in mini_batch])
+    return token_indices[batch["policy_loss_weights"][token_indices] > 0]
 
 
 def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtime) -> tuple[Tensor, float]:
     """Return the covariances of the tokens `at`, float64, and their number on all replicas."""
     new, advantage = logprobs[at].double(), batch["advantages"][at].double()
     sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
-    count, of_advantages, of_logprobs = sum_over_replicas(runtime, sums).tolist()
-    mean_advantage, mean_logprob = of_advantages / max(count, 1), of_logprobs / max(count, 1)
+    count, advantage_sum, logprob_sum = sum_over_replicas(runtime, sums).tolist()
+    mean_advantage, mean_logprob = advantage_sum / max(count, 1), logprob_sum / max(count, 1)
     return (advantage - mean_advantage) * (new - mean_logprob), count
 
 

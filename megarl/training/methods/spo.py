@@ -27,12 +27,12 @@ def add_tracked_advantages(
     They are normalised over the rollout's responses. Then the tracker observes the answers."""
     answered, prompts, correct = rollout.response_lengths > 0, rollout["prompt_uids"], rollout["correct"]
     chances = tracker.chances(prompts)
-    known = [uid in tracker.counts for uid in prompts[answered].tolist()]
+    is_known = [uid in tracker.counts for uid in prompts[answered].tolist()]
     advantages = rollout["rewards"].double() - expected_reward(config.reward, chances)
-    counted = responses_in_loss(config.reward, rollout)
-    advantages = whiten(advantages, counted, *mean_and_variance(moments(advantages, counted)))
+    in_loss = responses_in_loss(config.reward, rollout)
+    advantages = whiten(advantages, in_loss, *mean_and_variance(moments(advantages, in_loss)))
     tracker.observe(prompts[answered], correct[answered])
-    of_tokens = batch.spread(advantages[batch.rows].float())
-    write_advantages(config.algorithm, batch, of_tokens, runtime)
+    token_advantages = batch.spread(advantages[batch.rows].float())
+    write_advantages(config.algorithm, batch, token_advantages, runtime)
     explained = explained_variance(variance_sums(correct.double(), chances, answered))
-    return {"value/explained_variance": explained, "tracker/known": sum(known) / max(len(known), 1)}
+    return {"value/explained_variance": explained, "tracker/known": sum(is_known) / max(len(is_known), 1)}

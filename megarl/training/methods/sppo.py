@@ -25,11 +25,11 @@ def add_prompt_returns(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, f
     """Write returns [T], the critic's targets: 1 at the first token of a right response, else 0.
 
     Also return the critic's chances sigmoid(V), float64 [n]; 1/2 for ungraded responses."""
-    some = batch.response_lengths > 0
-    first = (batch.cu_seqlens[:-1] + batch.prompt_lengths)[some]
+    nonempty = batch.response_lengths > 0
+    first_tokens = (batch.cu_seqlens[:-1] + batch.prompt_lengths)[nonempty]
     chances = torch.full((batch.num_sequences,), 0.5, dtype=torch.float64)
-    chances[some] = batch["values"][first].double().sigmoid()
-    right = batch["correct"].double()
-    batch["returns"] = torch.zeros(batch.num_tokens).index_copy_(0, first, right[some].float())
-    variance = sum_over_replicas(runtime, variance_sums(right, chances, some))
+    chances[nonempty] = batch["values"][first_tokens].double().sigmoid()
+    correct = batch["correct"].double()
+    batch["returns"] = torch.zeros(batch.num_tokens).index_copy_(0, first_tokens, correct[nonempty].float())
+    variance = sum_over_replicas(runtime, variance_sums(correct, chances, nonempty))
     return {"value/explained_variance": explained_variance(variance)}, chances

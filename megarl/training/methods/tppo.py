@@ -20,22 +20,22 @@ def add_window_gae(config: Config, batch: TrainBatch, runtime: Runtime) -> tuple
     """Write advantages and returns [T] of windows of responses, as `add_gae` does of whole ones.
 
     For lambda, an unfinished response counts as half a window longer. Its window's tail has no advantage."""
-    algorithm, unfinished, drawn = config.algorithm, batch.unfinished, batch.sampled_mask
-    half = (config.rollout.window or 0) // 2
-    lam = policy_lambda(algorithm, batch.response_lengths + unfinished * half)
+    algorithm, unfinished, sampled_mask = config.algorithm, batch.unfinished, batch.sampled_mask
+    half_window = (config.rollout.window or 0) // 2
+    lam = policy_lambda(algorithm, batch.response_lengths + unfinished * half_window)
     rewards, metrics = token_rewards(algorithm, batch, runtime)
     advantages = extended_gae(
         rewards,
         batch["values"],
-        drawn,
+        sampled_mask,
         batch.cu_seqlens,
         lam,
         unfinished,
         algorithm.gamma,
         algorithm.window_tail,
     )
-    measured, lambdas = gae_statistics(config, batch, advantages, lam, runtime)
-    tail = window_tail(drawn, batch.cu_seqlens, unfinished, algorithm.window_tail)
+    statistics, lambda_table = gae_statistics(config, batch, advantages, lam, runtime)
+    tail = window_tail(sampled_mask, batch.cu_seqlens, unfinished, algorithm.window_tail)
     write_advantages(algorithm, batch, advantages, runtime, left_out=tail)
     value_metrics, tables = add_returns(algorithm, batch, runtime, rewards)
-    return metrics | measured | value_metrics, {**lambdas, **tables}
+    return metrics | statistics | value_metrics, {**lambda_table, **tables}
