@@ -173,7 +173,8 @@ def visit(folder: Path, advice: int) -> None:
         os.close(descriptor)
 
 
-# A separate process converts; it prints seconds without the start of Python and torch, and peak memory, bytes.
+# Convert in a separate process: print wall and CPU seconds without the start of Python and torch, and peak
+# memory in bytes.
 CHILD = """
 import json, sys, time
 from pathlib import Path
