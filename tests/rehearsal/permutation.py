@@ -1,7 +1,8 @@
 """Compare Transformer Engine's token permutation kernels with Megatron's operations.
 
-`model.permute_fusion` selects the kernels, which sort a mixture's tokens by expert. Prints the names of unequal results, or "equal". This is a
-program, because Triton's interpreter must be enabled before the first kernel is defined."""
+`model.permute_fusion` selects the kernels, which sort a mixture's tokens by expert. Prints the names of
+unequal results, or "equal". This is a program, because Triton's interpreter must be enabled before the first
+kernel is defined."""
 
 from __future__ import annotations
 
