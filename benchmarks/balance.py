@@ -55,9 +55,8 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(
-            Path(folder), args.at_once
-        )  # before init_process_group: later only rank 0 would save a model
+        # Before init_process_group: later only rank 0 would save a model.
+        engine = make_engine(Path(folder), args.at_once)
         store = join_store(None, LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
         ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)

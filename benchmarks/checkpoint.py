@@ -33,7 +33,7 @@ WAYS = {
     "beside": ["checkpoint.every=1"],
     "waiting": ["checkpoint.every=1", "checkpoint.background=false"],
 }
-TARGET = 0.05  # share of a step's time
+TARGET = 0.05  # share of a step's time, with a checkpoint every step
 WARM = 2  # untimed first steps, in which torch and the disk cache warm up
 
 

@@ -7,8 +7,8 @@ the size. A step may not grow faster than its work.
     make bench BENCH=growth                                  # 10 minutes; not among all
     make bench BENCH=growth ARGS='--plot docs/images/growth.png'
 
-Seconds are the minimum of two steps. The responses per data-parallel rank are constant, so that on two cores
-the time grows in proportion to the ranks beyond two.
+Seconds are the minimum of two steps. The responses per data-parallel rank are constant. On two cores the time
+is therefore proportional to the number of ranks, if there are at least two.
 """
 
 from __future__ import annotations

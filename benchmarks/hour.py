@@ -7,9 +7,9 @@ Stages run in order of importance, each in its own process with a time limit.
     make gpu-8 PYTHON=.venv-gpu/bin/python MODEL_7B=/models/Qwen2.5-7B   # a node of eight: runs/gpu-8/
     python benchmarks/hour.py --tiny --out runs/gpu-tiny                 # tiny, on a CPU too: do they run?
 
-Each stage writes its results to a JSON file. The next call continues where this one stopped: finished stages
-are skipped, and stages that failed or exceeded their limit are retried after all others. --fresh starts over.
-A failed stage does not stop the others. The stages are in benchmarks/hour_stages.py.
+Each stage saves its results in a JSON file as soon as it has them. The next call continues where this one
+stopped. It skips finished stages, and retries stages that failed or exceeded their limit after all others.
+--fresh starts over. A failed stage does not stop the others. The stages are in benchmarks/hour_stages.py.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ def main() -> int:
         default=NAMES,
         help=", ".join((*NAMES, *LONG)),
     )
-    split = (
-        sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    )  # arguments after "--" go to the named benchmark
+    # Arguments after "--" go to the named benchmark.
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     given, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     names = given.only or NAMES
     if more and len({"step", *LONG} & {*names}) != 1:

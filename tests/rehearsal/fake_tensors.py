@@ -140,7 +140,7 @@ class _OnFakeCuda(TorchDispatchMode):
         asked = None if device is None else torch.device(device).type
         pinned = bool(kwargs.get("pin_memory")) and asked != "cuda"
         large = func in HOST_FACTORIES and asked in (None, "cpu") and prod(args[0]) * 4 > LARGE
-        if asked == "cuda":  # with or without a number
+        if asked == "cuda":  # with or without a device index
             kwargs = {**kwargs, "device": CUDA}
         elif not (pinned or large or any(isinstance(tensor, FakeTensor) for tensor in tensors)):
             return func(*args, **kwargs)
@@ -338,8 +338,7 @@ def fake_cuda(selected: float = 0.5, memory: Memory | None = None) -> Iterator[t
         # this registration it dispatches one operation; the fake mode intercepts it before the kernel.
         kernels = torch.library.Library("aten", "IMPL")
         kernels.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
-        torch._C._set_only_lift_cpu_tensors(
-            True
-        )  # torch.tensor(..., device="cuda") makes a CPU tensor and moves it
+        # torch.tensor(..., device="cuda") then makes a CPU tensor and moves it.
+        torch._C._set_only_lift_cpu_tensors(True)
         with _OnFakeCuda(selected, memory):
             yield CUDA

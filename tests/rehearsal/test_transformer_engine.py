@@ -71,9 +71,8 @@ def settings(
 def build(kind: str, config: Config, hf: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from megarl.model import builder
 
-    monkeypatch.setattr(
-        builder, "check_device", lambda *_: None
-    )  # the check of FP8 recipes is tested elsewhere
+    # The check of FP8 recipes is tested elsewhere.
+    monkeypatch.setattr(builder, "check_device", lambda *_: None)
     return getattr(builder, f"build_{kind}")(config, hf, runtime)
 
 
