@@ -1,8 +1,8 @@
-"""What balance between engines gains: two real ranks over gloo, each with a transformers engine that takes a
-fixed time for each decoding step, as a GPU does; the first takes three times as long.
+"""Measure the gain of balancing responses between engines, on two ranks over gloo.
 
-The ideal split is drawn too, in the same run: who knows every length beforehand gives each engine, at once,
-the part whose tokens it can decode in the same time.
+Each rank has a transformers engine with a fixed time per decoding step, like a GPU. The first engine is three
+times slower. The reference is the ideal split: with all lengths known in advance, each engine gets at once
+the share that makes both finish together.
 
 python benchmarks/balance.py [--responses 2048] [--at-once 32] [--step 0.02]
 """
@@ -35,13 +35,13 @@ from megarl.rollout.controller import GroupRequest
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams, response_seed
 
-SLOWER = (3.0, 1.0)  # by engine
+SLOWER = (3.0, 1.0)  # slowdown factor by engine
 GROUP = 8
 LIMIT = 600  # seconds to wait for the ranks
 
 
 class NoText:
-    """Tokenizer and verifier that take no time: none of the engines is to wait for them."""
+    """A tokenizer and verifier that take no time, so that no engine waits for them."""
 
     def batch_decode(self, rows: list[list[int]], **options: Any) -> list[str]:
         return [""] * len(rows)
@@ -51,18 +51,19 @@ class NoText:
 
 
 def work(rank: int, args: argparse.Namespace, results: Any) -> None:
-    """One of the ranks: a batch in equal parts, the same batch balanced, and by the ideal split."""
+    """Run one rank: generate a batch in equal parts, balanced, and by the ideal split."""
     torch.set_num_threads(1)
     ended = []
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(Path(folder), args.at_once)  # before the group: else only rank 0 saves a model
+        # Before init_process_group: later only rank 0 would save a model.
+        engine = make_engine(Path(folder), args.at_once)
         store = join_store(None, LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(SLOWER))
         ranks: Any = SimpleNamespace(rank=rank, world=len(SLOWER), cpu_group=dist.group.WORLD)
         began = time.monotonic()
 
         def pace(module: Any, inputs: Any) -> None:
-            """Sleep at the end of a forward pass until it has taken as long as it should."""
+            """Sleep until a step's fixed time is over; runs before the output layer of a forward pass."""
             nonlocal began
             time.sleep(max(0.0, began + args.step * SLOWER[rank] - time.monotonic()))
             began = time.monotonic()
@@ -90,7 +91,7 @@ def work(rank: int, args: argparse.Namespace, results: Any) -> None:
             start = time.perf_counter()
             found = worker.generate(groups, SamplingParams(args.max_tokens))
             seconds = time.perf_counter() - start
-            drawn = {  # the engine that drew a response has its tokens
+            drawn = {  # only the engine that generated a response has its data
                 (g, r): (response.data.tokens.tolist(), response.data.logprobs.tobytes())
                 for g, group in enumerate(found)
                 for r, response in enumerate(group.samples)
@@ -142,7 +143,7 @@ def main() -> int:
             rank, ended = results.get(timeout=1)
         except queue.Empty:
             for rank, process in enumerate(processes):
-                if process.exitcode:  # the other one waits for it
+                if process.exitcode:  # the other rank would wait forever
                     sys.exit(f"rank {rank} ended with exit code {process.exitcode} (its error stands above)")
             if time.monotonic() > end:
                 missing = [rank for rank in range(len(processes)) if rank not in answers]

@@ -1,8 +1,10 @@
-"""What checkpoints cost at demo scale when one is saved after every step: `configs/demos/vapo.yaml` on two
-ranks, with none, with one written beside the next step, and with one that the run waits for.
+"""Measure the cost of saving a checkpoint after every step at demo scale.
 
-On a machine whose cores are all at work (here: as many ranks as cores) what is written beside a step takes
-its time from it. On a busy machine the CPU seconds say more than the wall clock.
+`configs/demos/vapo.yaml` runs on two ranks without checkpoints, with checkpoints written in the background
+during the next step, and with checkpoints that the run waits for.
+
+If all cores are busy (here: one rank per core), background writing slows down the step. On a busy machine CPU
+seconds are more reliable than the wall clock.
 
 python benchmarks/checkpoint.py [--steps 20] [--rounds 2]
 """
@@ -31,14 +33,15 @@ WAYS = {
     "beside": ["checkpoint.every=1"],
     "waiting": ["checkpoint.every=1", "checkpoint.background=false"],
 }
-TARGET = 0.05  # of the time of a step, when every step is saved
-WARM = 2  # first steps, in which torch and the disk's cache warm up
+TARGET = 0.05  # share of a step's time, with a checkpoint every step
+WARM = 2  # untimed first steps, in which torch and the disk cache warm up
 
 
 def train(folder: Path, way: str, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Of each step of a run: seconds from the end of the one before to its own, by this process's clock, and
-    the CPU seconds of all of the run's processes meanwhile; and seconds that the run says it has spent on a
-    checkpoint."""
+    """Train and return three lists with one entry a step.
+
+    Returns: wall seconds since the end of the previous step, CPU seconds of the run's child processes in that
+    time, and the checkpoint seconds that the run logged"""
     run = folder / way
     keys = [
         f"model.path={folder}/model",
@@ -105,7 +108,7 @@ def main() -> int:
                 cpu[way] += used
                 own[way] += spent
     plain = statistics.median(steps["none"])
-    plain_cpu = statistics.mean(cpu["none"])  # the system counts it in hundredths of a second
+    plain_cpu = statistics.mean(cpu["none"])  # mean: CPU time has a resolution of 0.01 s
     for way in WAYS:
         step, spent = statistics.median(steps[way]), statistics.median(own[way])
         waited = f"of which the run waited {spent * 1e3:6.1f} ms ({spent / step:.1%})"

@@ -1,17 +1,18 @@
-"""How fast a model's folder is converted, against `cp` of the same bytes on the same disk in the same run,
-and how much memory it takes.
+"""Compare the conversion of a model folder with `cp` of the same bytes, and measure its memory.
 
     python benchmarks/convert.py [--folder DIR] [--layers 24] [--tp 1] [--rounds 3] [--cold]
 
-The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers). Each round copies and
-converts it in both directions, one after the other, so that they meet the same disk. Every time includes
-fsync of all files that were written: for `cp` one fsync per file after it. By default the source is in the
-page cache, which favours `cp`; with --cold it is dropped from it before each run. Memory is the peak of the
-converting process over that of one that only imports the converter, beside the largest tensor. CPU seconds of
-user and system tell a busy machine from slow code. Right before each time as many bytes are written and
-removed, so that all meet memory which the machine has at hand: a virtual one gives free memory back to its
-host within seconds (the time that torch takes to start), and pays a fault for each page that it wants again,
-several times what copying costs.
+The model has random weights in the shapes of Qwen2.5-0.5B (1 GB with 24 layers). Each round alternates copies
+and conversions in both directions, so that all use the disk in the same state. Every time includes fsync of
+all written files: for `cp`, one fsync per file afterwards. By default the source is in the page cache, which
+favours `cp`; --cold drops it from the cache before each run.
+
+Memory is the peak of the converting process minus that of a process that only imports the converter. Its
+bound depends on the largest tensor. User and system CPU seconds distinguish a busy machine from slow code.
+
+Before each timed run the same number of bytes is written and removed, so that free memory is backed by the
+host. A virtual machine returns free memory to its host within seconds, the time that torch takes to start.
+A fault on such a page costs several times as much as copying it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ QWEN = {
 
 
 class Run(NamedTuple):
-    """Seconds on the clock and of CPU, peak memory in bytes (0: not measured)."""
+    """Wall and CPU seconds, and peak memory in bytes (0: not measured)."""
 
     seconds: float
     cpu: float
@@ -117,7 +118,7 @@ def measure(scratch: Path, given: argparse.Namespace) -> int:
 
 
 def make_model(folder: Path, layers: int) -> tuple[int, int]:
-    """Writes a model folder with random bytes; its size and that of its largest tensor."""
+    """Write a model folder with random bytes; return its bytes and those of its largest tensor."""
     import torch
     from safetensors.torch import save_file
 
@@ -136,7 +137,7 @@ def make_model(folder: Path, layers: int) -> tuple[int, int]:
 
 
 def warm(size: int, beside: Path) -> None:
-    """Writes a file of `size` bytes in the folder of `beside` and removes it again."""
+    """Write a file of `size` bytes in the same folder as `beside`, and remove it."""
     block = bytes(1 << 20)
     with tempfile.TemporaryFile(dir=beside.parent, buffering=0) as file:
         for _ in range(size >> 20):
@@ -144,7 +145,7 @@ def warm(size: int, beside: Path) -> None:
 
 
 def copy_folder(source: Path, out: Path, size: int) -> Run:
-    """`cp` and one fsync per file."""
+    """Copy a folder by `cp`, then one fsync per file."""
     warm(size, out)
     began, cpu = time.perf_counter(), cpu_of_all()
     subprocess.run(["cp", "-r", source, out], check=True)
@@ -156,13 +157,13 @@ def copy_folder(source: Path, out: Path, size: int) -> Run:
 
 
 def cpu_of_all() -> float:
-    """CPU seconds of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return sum(times[:4])
 
 
 def visit(folder: Path, advice: int) -> None:
-    """Tells the page cache of every file."""
+    """Load every file of a folder into the page cache, or drop it, according to `advice`."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, advice)
@@ -172,7 +173,7 @@ def visit(folder: Path, advice: int) -> None:
         os.close(descriptor)
 
 
-# The converter in a process of its own: its seconds without the start of Python and torch, and its peak
+# Convert in a separate process: print wall and CPU seconds without the start of Python and torch, and peak
 # memory in bytes.
 CHILD = """
 import json, sys, time
@@ -196,7 +197,7 @@ print(json.dumps([seconds, cpu, peak * 1024]))
 
 
 def converting(what: str, size: int, *arguments: object) -> Run:
-    """A conversion of `size` bytes, or a process that only imports the converter."""
+    """Run a conversion of `size` bytes, or a process that only imports the converter."""
     command = [sys.executable, "-c", CHILD, what, str(size), *map(str, arguments)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
     return Run(*json.loads(done.stdout))

@@ -1,6 +1,7 @@
-"""GAE of a rollout of packed responses against the usual ways to write it: a loop over tokens (on tensors, on
-lists) and a loop over time on padded tensors. Prints ratios, memory, the largest relative error, and seconds
-of CPU time, which other work on the machine moves less than the clock."""
+"""Compare GAE on a packed rollout with the usual implementations.
+
+These are loops over tokens (on tensors and on lists) and a loop over time on padded tensors. Prints ratios,
+memory, the largest relative error, and CPU seconds, which depend less on other work than wall time does."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ Loop = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | list[float]]
 def rollout(
     responses: int, mean: int, longest: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rewards, values, mask, cu_seqlens and response lengths: log-normal lengths, prompts of 50-200 tokens,
-    reward +-1 at the end."""
+    """Make a rollout with log-normal response lengths, prompts of 50-200 tokens and reward +-1 at the end.
+
+    Returns: rewards, values and response mask, [num_tokens]; cu_seqlens; response lengths"""
     generator = torch.Generator().manual_seed(seed)
     lengths = (0.9 * torch.randn(responses, generator=generator, dtype=torch.float64)).exp()
-    for _ in range(20):  # the cut at `longest` lowers the mean: scale until it is met
+    for _ in range(20):  # the cut at `longest` lowers the mean: rescale
         lengths = (lengths * (mean / lengths.mean())).clamp(1, longest)
     lengths = lengths.long()
     prompts = torch.randint(50, 201, (responses,), generator=generator)
@@ -42,8 +44,9 @@ def rollout(
 def list_loop(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor
 ) -> list[float]:
-    """Token after token in Python floats, on lists, which is several times faster than on tensors; float64.
-    Response tokens only."""
+    """Compute GAE token by token on lists of Python floats (float64), for response tokens only.
+
+    This is several times faster than on tensors."""
     reward_list, value_list = rewards.tolist(), values.tolist()
     out = [0.0] * len(value_list)
     for end, length, decay in zip(cu_seqlens[1:].tolist(), lengths.tolist(), lam.tolist(), strict=True):
@@ -56,7 +59,7 @@ def list_loop(
 
 
 def tensor_loop(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Tensor, lam: Tensor) -> Tensor:
-    """Token after token, as the papers' formula is usually typed: on tensors."""
+    """Compute GAE token by token on tensors, as the papers' formula is usually implemented."""
     out = torch.zeros_like(values)
     for end, length, decay in zip(cu_seqlens[1:].tolist(), lengths.tolist(), lam.tolist(), strict=True):
         advantage = next_value = torch.tensor(0.0)
@@ -68,7 +71,7 @@ def tensor_loop(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, lengths: Te
 
 
 def pad(x: Tensor, cu_seqlens: Tensor, lengths: Tensor) -> Tensor:
-    """[responses, longest], filled up with 0."""
+    """Copy response tokens to a tensor [responses, longest], padded with 0."""
     out = torch.zeros(lengths.numel(), int(lengths.max()))
     for row, end, length in zip(out, cu_seqlens[1:].tolist(), lengths.tolist(), strict=True):
         row[:length] = x[end - length : end]
@@ -76,7 +79,9 @@ def pad(x: Tensor, cu_seqlens: Tensor, lengths: Tensor) -> Tensor:
 
 
 def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor) -> Tensor:
-    """The loop over time of the common trainers on padded [responses, longest] tensors, float32."""
+    """Compute GAE by a loop over time on padded tensors, as common trainers do.
+
+    All tensors are float32 [responses, longest]."""
     advantage = next_value = torch.zeros(rewards.shape[0])
     backwards = []
     for t in reversed(range(rewards.shape[1])):

@@ -1,5 +1,6 @@
-"""One GPU: its measured matrix-product and copy rates, and beside them what megarl makes of them. Each part
-has a process of its own. The stages of `make gpu` (hour.py) are made of these parts, among others.
+"""Measure one GPU's matrix product and copy rates, and compare megarl's rates with them.
+
+Each part runs in a separate process. Some stages of `make gpu` (hour.py) run these parts.
 
 python benchmarks/gpu.py                     # all parts, about 8 minutes
 python benchmarks/gpu.py --only rates train  # some
@@ -7,10 +8,9 @@ python benchmarks/gpu.py --tiny              # a tiny model on any device: do th
 
 rates     bf16 matrix products (TFLOP/s), copies within the device, to and from pinned host memory (GB/s)
 train     forward, backward and optimizer of 7B-shaped layers: portable, Transformer Engine in bf16, in FP8
-memory    peak of each phase beside the tensor groups that are there and what `megarl plan` says, and the
-          GB/s of their moves
+memory    peak of each phase, compared with its tensor groups and `megarl plan`; GB/s of offload and onload
 transfer  the actor's weights into SGLang's layout on the same device
-rollout   SGLang inside megarl and alone, and what residency and transfers add to a step
+rollout   SGLang inside megarl and alone, and the time that offloading and transfers add to a step
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sync() -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median of several times, after two to warm up."""
+    """Return the median time of `repeats` calls, after two to warm up."""
     times = []
     for repeat in range(repeats + 2):
         sync()
@@ -56,7 +56,7 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def rates(tiny: bool) -> dict[str, float]:
-    """What the device does at best, on random data: zeros would take less power."""
+    """Measure the device's peak rates. Matrix products use random data, because zeros take less power."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n, size = (256, 2**20) if tiny else (8192, 2**32)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -83,8 +83,10 @@ def make_scene(folder: str, tiny: bool, **overrides: Any) -> Any:
 
 
 def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
-    """Of a step's forward and backward passes: 6 per token and matrix parameter, the head's at response
-    tokens, and those of causal attention. What is computed again (recompute) does not count."""
+    """Count the FLOPs of a step's forward and backward passes.
+
+    They are 6 per token and matrix parameter, plus the head's at response tokens, plus causal attention's.
+    Recomputation does not count."""
     from megarl.weights.families import Sizes
 
     s = Sizes.from_config(sizes)
@@ -95,7 +97,7 @@ def flops(sizes: dict[str, Any], lengths: list[int], responses: int) -> float:
 
 
 def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
-    """TFLOP/s of a step."""
+    """Measure the TFLOP/s and tokens/s of an update."""
     responses, tokens = (4, 60) if tiny else (8, 4092)
     fp8 = {"format": "none"} if recipe == "none" else {"format": "hybrid", "recipe": recipe}
     model = {"layers": layers, "fp8": fp8, "recompute": "selective"}
@@ -109,8 +111,10 @@ def train(tiny: bool, layers: str, recipe: str) -> dict[str, float]:
 
 
 def planned(config: Any, sizes: dict[str, Any], world: int = 1) -> dict[str, tuple[float, float]]:
-    """What `megarl plan` says of each phase, bytes of the fullest GPU: of this process's tensors, which the
-    engine's are not, and of all. world: the devices of the run."""
+    """Return the bytes that `megarl plan` expects on the fullest GPU in each phase.
+
+    world: number of devices of the run
+    Returns: by phase, the bytes without the engine and the contexts, and the total"""
     from megarl.plan.inputs import make_plan_inputs
     from megarl.plan.memory import gpu_needs
 
@@ -125,8 +129,7 @@ def planned(config: Any, sizes: dict[str, Any], world: int = 1) -> dict[str, tup
 
 
 def memory(tiny: bool) -> dict[str, Any]:
-    """Bytes: the peak of each phase, the tensor groups that are there, and the peak that was planned; GB/s of
-    a full move to the host and back."""
+    """Measure each phase's peak, tensor groups and planned peak in bytes, and GB/s of offload plus onload."""
     from tests.gpu.scene import UPDATE, WEIGHTS
 
     responses, tokens = (4, 60) if tiny else (8, 4092)
@@ -151,7 +154,8 @@ def memory(tiny: bool) -> dict[str, Any]:
             scene.offload.onload("actor_update", UPDATE)
 
         took = seconds(there_and_back)
-        scene.offload.onload("nothing", ("actor.gradients",))  # which come back as zeros and are not copied
+        # An onload zeroes gradients instead of copying them: leave them out of the copied bytes.
+        scene.offload.onload("nothing", ("actor.gradients",))
         copied = groups["actor_update"] - scene.offload.nbytes
     return {
         "peaks": peaks,
@@ -163,8 +167,9 @@ def memory(tiny: bool) -> dict[str, Any]:
 
 
 def transfers(scene: Any) -> tuple[Any, list[Any]]:
-    """The plan and the transfers, bucket after bucket, of the actor's weights into SGLang's layout, without
-    SGLang."""
+    """Return the plan and the transfers, one a bucket, of the actor's weights into SGLang's layout.
+
+    SGLang itself does not run."""
     from megarl.sync.backends.shared_memory import SharedMemoryBackend
     from megarl.sync.plan import engine_plan
     from megarl.sync.transfer import Staging, Transfer
@@ -187,7 +192,7 @@ def transfers(scene: Any) -> tuple[Any, list[Any]]:
 
 
 def transfer(tiny: bool) -> dict[str, float]:
-    """GB/s of the plan's copies into SGLang's layout."""
+    """Measure GB/s of the plan's copies into SGLang's layout."""
     with tempfile.TemporaryDirectory() as folder:
         _, parts = transfers(make_scene(folder, tiny, rollout={"engine": "sglang"}))
         size = sum(part.target_bytes for part in parts)
@@ -195,8 +200,9 @@ def transfer(tiny: bool) -> dict[str, float]:
 
 
 def rollout(tiny: bool) -> dict[str, float]:
-    """Tokens per second of a batch through megarl's engine and straight through SGLang's own generate, and
-    the seconds of moves and transfer that a colocated step adds."""
+    """Compare tokens per second of megarl's engine with direct calls of SGLang's `generate`.
+
+    Also measure the seconds of offloading and transfer that a colocated step adds."""
     from tests.gpu.scene import ENGINE, TRANSFER, UPDATE
 
     count, tokens = (4, 16) if tiny else (256, 512)
@@ -216,7 +222,7 @@ def rollout(tiny: bool) -> dict[str, float]:
             scene.transfer(0)
             local, answer = scene.local(8, 64 if tiny else 4092), Path(folder) / "straight.json"
             inside = straight = 0.0
-            for _ in range(3):  # the first warms both up
+            for _ in range(3):  # the first round warms up both
                 begin = time.perf_counter()
                 completions = scene.generate(prompts, tokens)
                 inside = sum(len(c.tokens) for c in completions) / (time.perf_counter() - begin)
@@ -251,14 +257,14 @@ def rollout(tiny: bool) -> dict[str, float]:
 
 
 def part(name: str, *arguments: str, tiny: bool) -> dict[str, Any]:
-    """The figures of a part, from a process of its own."""
+    """Run a part in a separate process and return its figures."""
     result = in_fresh_process(str(Path(__file__)), f"--one={name}", *arguments, *(["--tiny"] * tiny))
     print(f"{' '.join((name, *arguments))}: {json.dumps(result)}", flush=True)
     return result
 
 
 def report(only: Sequence[str], tiny: bool, verdicts: Verdicts) -> dict[str, Any]:
-    """The figures of the parts, by name, each beside its target."""
+    """Run the parts, compare their figures with the targets, and return the figures by name."""
     figures: dict[str, Any] = {"rates": (best := part("rates", tiny=tiny))}
     if "train" in only:
         kinds = [("portable", "none")]

@@ -1,13 +1,14 @@
-"""How the time and memory of a step grow with the number of responses, their length, the vocabulary and the
-ranks: one axis at a time, from a small mixture of all of them, on a model of random weights whose responses
-reach the longest length. Of each phase the slope in a log-log plot: 1 where a phase takes twice as long for
-twice as much. Nothing may grow faster than its work.
+"""Measure how a step's time and memory grow with responses, length, vocabulary and ranks.
+
+One axis varies at a time, from a small base setting. The model has random weights, and its responses reach
+the maximum length. The result is each phase's slope in a log-log plot: slope 1 means twice the time for twice
+the size. A step may not grow faster than its work.
 
     make bench BENCH=growth                                  # 10 minutes; not among all
     make bench BENCH=growth ARGS='--plot docs/images/growth.png'
 
-Seconds are the least of two steps. Ranks of data parallelism get as many responses each, so two cores take as
-much longer as there are more ranks than two.
+Seconds are the minimum of two steps. The responses per data-parallel rank are constant. On two cores the time
+is therefore proportional to the number of ranks, if there are at least two.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from tests.tiny_models import make_tiny_model
 
 FOLDER = ROOT / "runs" / "growth"
-# What one run has, the values that one of these takes in turn, and how fast a step may grow with it: as its
-# work. Attention grows with the square of the length, which at these lengths is a part of the work.
+# BASE is the base setting. AXES has the values of each axis and the largest slope: that of the work.
+# Attention, a part of the work at these lengths, grows with the square of the length.
 BASE = {"responses": 32, "length": 64, "vocabulary": 4096, "ranks": 1}
 AXES: dict[str, tuple[tuple[int, ...], float]] = {
     "responses": ((8, 16, 32, 64, 128, 256), 1.0),
@@ -38,13 +39,15 @@ AXES: dict[str, tuple[tuple[int, ...], float]] = {
     "vocabulary": ((1024, 4096, 16384, 65536), 1.0),
     "ranks": ((1, 2, 4, 8), 1.0),
 }
-NOISE = 0.15  # of a slope
+NOISE = 0.15  # tolerance of a slope
 MEMORY = "memory, MiB"
-STEPS = 3  # of which the first is not timed
+STEPS = 3  # the first is not timed
 
 
 def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, float]:
-    """Seconds of each phase of a step of VAPO, and the most memory of all processes in it."""
+    """Measure the seconds of each phase of a VAPO step, and the peak memory of all processes in it.
+
+    responses: per rank"""
     model = FOLDER / f"model-{vocabulary}"
     if not model.is_dir():
         sizes: dict[str, Any] = {
@@ -68,7 +71,7 @@ def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, f
         *(f"rollout.max_response_tokens={length}", f"reward.overlong.buffer={length // 4}"),
         *("parallel.tp=1", f"parallel.dp={ranks}", f"update.mini_batch={responses * ranks}"),
         *(f"update.tokens_per_micro_batch={max(2048, length + 64)}", "actor.lr=1e-9", "critic.lr=1e-9"),
-        "rollout.temperature=0.1",  # tied random weights then repeat a token, and hardly ever draw the end
+        "rollout.temperature=0.1",  # tied random weights then repeat a token and rarely sample EOS
         *("log.report=false", "checkpoint.export_hf=false"),
     )
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -82,13 +85,13 @@ def run(responses: int, length: int, vocabulary: int, ranks: int) -> dict[str, f
 
 
 def slope(values: list[int], figures: list[float]) -> float:
-    """The slope of a line through the upper half in a log-log plot: below it what does not grow counts."""
+    """Fit the slope of the upper half in a log-log plot; constant costs dominate the lower half."""
     upper = slice(-max(3, len(values) // 2), None)
     return float(np.polyfit(np.log(values[upper]), np.log(np.maximum(figures[upper], 1e-6)), 1)[0])
 
 
 def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
-    """Draw the step and its largest phases over each axis."""
+    """Plot the step and its largest phases over each axis."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     largest = max(found["responses"], key=lambda one: one["step"])
     phases = sorted((n for n in largest if n != MEMORY), key=lambda n: -largest[n])[:7]

@@ -1,10 +1,10 @@
-"""The figures of earlier runs of `make bench`, and which have become worse.
+"""Keep the figures of `make bench`, and report those that have become worse.
 
     python benchmarks/history.py     # figures whose last run is worse than those before, by more than a tenth
 
-Each run appends one line for each of its figures to history.jsonl, with date, commit, kind of machine and its
-load before. A figure is compared with the median of the last five before it on machines of its kind, by the
-same arguments. The file is committed with the change that was measured; git joins what two branches appended.
+Each run appends one line per figure to history.jsonl, with date, commit, kind of machine and load before the
+run. A figure is compared with the median of the previous five with the same arguments on the same kind of
+machine. The file is committed with the measured change; git merges lines appended by two branches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from statistics import median
 from typing import Any
 
 FILE = Path(__file__).with_name("history.jsonl")
-BEFORE, FEWEST = 5, 2  # runs that a figure is compared with: at most, at least
+BEFORE, FEWEST = 5, 2  # number of earlier runs to compare with: maximum, minimum
 WORSE = 1.1
-# A line of measure.Verdicts with a number; what only holds or does not has none.
+# A line of measure.Verdicts with a number. Yes/no checks (`holds`) have none.
 VERDICT = re.compile(r"(?:met|not met|WRONG) *\| (.*): ([\d,.e+-]+).* \| target: at (most|least) ")
 
 
 def machine_kind() -> str:
-    """Return what of a machine makes its figures comparable: processor, instructions for matrices, cores."""
+    """Return the properties that make figures comparable: processor, vector instructions, cores."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set(told.get("flags", "").split())
@@ -36,8 +36,9 @@ def machine_kind() -> str:
 
 
 def commit() -> str:
-    """Return the commit that is measured, with "-dirty" where tracked files are not as it has them; but for
-    the history itself, to which the run before has appended."""
+    """Return the measured commit, with "-dirty" if tracked files differ from it.
+
+    The history file is ignored, because an earlier run may have appended to it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(FILE.parent), *arguments]
@@ -50,7 +51,9 @@ def commit() -> str:
 def records(
     benchmark: str, verdicts: Iterable[str], load: float, arguments: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield a run's figures, of the verdicts that a benchmark printed. load: of the machine, before it."""
+    """Yield one record per figure from the verdicts that a benchmark printed.
+
+    load: the machine's load before the run"""
     common = {"date": f"{datetime.date.today()}", "commit": commit(), "machine": machine_kind()}
     for found in filter(None, map(VERDICT.match, verdicts)):
         what, figure, bound = found.groups()
@@ -59,7 +62,7 @@ def records(
 
 
 def worse(history: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each figure whose last run is worse than the median before, by more than a tenth."""
+    """Yield a line for each figure whose last run is more than a tenth worse than the earlier median."""
     series: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     same = ("machine", "benchmark", "arguments", "what")
     for record in history:

@@ -1,14 +1,15 @@
-"""An hour of a GPU: stages in the order of their worth, each a process of its own with a limit, and a report
-to send back.
+"""Run one hour of GPU checks and write a report to send back.
+
+Stages run in order of importance, each in its own process with a time limit.
 
     make gpu PYTHON=.venv-gpu/bin/python                                 # one GPU: runs/gpu/report.md
     make gpu PYTHON=.venv-gpu/bin/python MODEL_7B=/models/Qwen2.5-7B     # and a model of 7B
     make gpu-8 PYTHON=.venv-gpu/bin/python MODEL_7B=/models/Qwen2.5-7B   # a node of eight: runs/gpu-8/
     python benchmarks/hour.py --tiny --out runs/gpu-tiny                 # tiny, on a CPU too: do they run?
 
-Results are written as they are found, one JSON file a stage. The next call goes on where this one ended: what
-is done is not done again, what failed or was ended is tried again, behind the rest; --fresh begins anew. A
-stage that fails stops none. benchmarks/hour_stages.py has what they do.
+Each stage saves its results in a JSON file as soon as it has them. The next call continues where this one
+stopped. It skips finished stages, and retries stages that failed or exceeded their limit after all others.
+--fresh starts over. A failed stage does not stop the others. The stages are in benchmarks/hour_stages.py.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = Path(__file__).with_name("hour_stages.py")
-MARK = "MEGARL_HOUR_STAGE"  # in the environment of a stage's processes, by which all of them are found
+MARK = "MEGARL_HOUR_STAGE"  # environment variable that identifies all processes of a stage
 DONE = ("passed", "missed")
-TAIL = 25  # lines of a log that are kept of a stage that failed
-GRACE = 20.0  # seconds that a stage has to write down what it has found, once its time is over
-LOOK = 180.0  # seconds in which the machine must be looked over
+TAIL = 25  # log lines that are kept of a failed stage
+GRACE = 20.0  # seconds that a stage has to write its results after its time limit
+LOOK = 180.0  # time limit of `look`, seconds
 SEVEN = "a folder with a 7B model (MODEL_7B=/path)"
 TE, SGLANG, CUDA, NODE = "Transformer Engine", "SGLang", "CUDA", "several GPUs"
 
@@ -44,11 +45,11 @@ TE, SGLANG, CUDA, NODE = "Transformer Engine", "SGLang", "CUDA", "several GPUs"
 class Stage:
     """A part of the suite.
 
-    title     what it shows
-    limit     seconds that it may take
-    needs     what must be there, in words of `machine["has"]`
-    least     seconds of the hour that must be left to begin it
-    command   what is run; empty: the function of this name in hour_stages.py"""
+    title     its line in the report
+    limit     time limit, seconds
+    needs     required features, from `machine["has"]` and SEVEN
+    least     seconds that must be left of the hour to start it
+    command   the command to run; empty: the function of this name in hour_stages.py"""
 
     name: str
     title: str
@@ -58,7 +59,7 @@ class Stage:
     command: tuple[str, ...] = ()
 
 
-# In the order of their worth: if the hour is over early, what is missing is worth least. Limits are generous.
+# In order of importance, so that a short hour omits the least important stages. Limits are generous.
 ONE_GPU = (
     Stage("environment", "packages, driver and megarl doctor", 240),
     Stage("kernels", "matrix products, copies, Transformer Engine's kernels and attention", 420),
@@ -129,7 +130,7 @@ def main() -> int:
 
 
 def look(tiny: bool) -> dict[str, Any] | None:
-    """The machine as hour_stages.py sees it, in a process that ends: this one must hold no GPU memory."""
+    """Return the machine's properties, read by another process so that this one allocates no GPU memory."""
     command = [sys.executable, str(STAGES), "look", *["--tiny"] * tiny]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LOOK)
     if done.returncode:
@@ -150,9 +151,11 @@ def run(
     has: Collection[str],
     options: Sequence[str] = (),
 ) -> int:
-    """Carry out the chosen stages that are not done, and write the report of all; 1 where one failed or found
-    something WRONG. Ended by SIGTERM or Ctrl-C it leaves no process behind, and the report says what is
-    done."""
+    """Run the chosen stages that are not done, and write the report of all stages.
+
+    After SIGTERM or Ctrl-C no process is left behind, and the report has the results up to then.
+
+    Returns: 1 if a stage failed, exceeded its limit or has a check that is WRONG, else 0"""
 
     def ended(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -163,7 +166,7 @@ def run(
     before = {number: signal.signal(number, ended) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         results = {stage.name: read(out, stage) for stage in stages}
-        # What failed before may fail again: first what has never been tried.
+        # A stage that failed before may fail again: run those first that have not failed.
         for stage in sorted(chosen, key=lambda stage: bool(tried(results[stage.name]))):
             old, left = results[stage.name], end - time.monotonic()
             missing = [what for what in stage.needs if what not in has]
@@ -202,7 +205,7 @@ def tried(result: Mapping[str, Any] | None) -> bool:
 
 
 def carry_out(stage: Stage, out: Path, limit: float, options: Sequence[str]) -> dict[str, Any]:
-    """Run a stage to its end or its limit, and end every process that it has started."""
+    """Run a stage until it ends or reaches its limit, then terminate every process that it started."""
     log, partial = out / f"{stage.name}.log", out / f"{stage.name}.partial.json"
     partial.unlink(missing_ok=True)
     default = [sys.executable, str(STAGES), stage.name, "--out", str(out), *options]
@@ -242,8 +245,9 @@ def carry_out(stage: Stage, out: Path, limit: float, options: Sequence[str]) -> 
 
 
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End a stage's process, if it still runs, with time to write down what it has found, and then whatever
-    has its mark: ranks and engines have sessions of their own, and would keep the GPU."""
+    """Terminate a stage's process, with time to write its results, then kill all processes with its mark.
+
+    Ranks and engines have separate sessions and would otherwise keep the GPU."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -255,22 +259,22 @@ def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
     psutil.wait_procs(left, timeout=GRACE)
     if process.poll() is None:
         process.kill()
-    with suppress(subprocess.TimeoutExpired):  # a driver may hold it, which must not hold the stages to come
+    with suppress(subprocess.TimeoutExpired):  # a process stuck in a driver must not block later stages
         process.wait(GRACE)
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes whose environment has the mark."""
+    """Return the processes whose environment has the mark."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone, or somebody else's
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
             if process.environ().get(MARK) == mark:
                 found.append(process)
     return found
 
 
 def outcome(stage: Stage, status: str, **more: Any) -> dict[str, Any]:
-    """A result without findings."""
+    """Return a result without checks or figures."""
     when = datetime.datetime.now().isoformat(" ", "minutes")
     empty: dict[str, Any] = {
         "why": "",
@@ -284,7 +288,7 @@ def outcome(stage: Stage, status: str, **more: Any) -> dict[str, Any]:
 
 
 def described(result: Mapping[str, Any]) -> str:
-    """e.g. `passed in 41 s`, `skipped: needs CUDA`."""
+    """Format a result, e.g. `passed in 41 s`, `skipped: needs CUDA`."""
     took = f" in {result['seconds']:.0f} s" if result["status"] in DONE else ""
     why = f": {result['why']}" if result["why"] else ""
     bad = [row["what"] for row in result["checks"] if row["mark"] != "met"]
@@ -292,7 +296,7 @@ def described(result: Mapping[str, Any]) -> str:
 
 
 def read(out: Path, stage: Stage) -> dict[str, Any] | None:
-    """What an earlier call has found, if anything."""
+    """Return the stage's result of an earlier call, or None."""
     try:
         found: dict[str, Any] = json.loads((out / f"{stage.name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -301,7 +305,7 @@ def read(out: Path, stage: Stage) -> dict[str, Any] | None:
 
 
 def write(path: Path, value: object) -> None:
-    """Whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
@@ -315,7 +319,7 @@ def report(stages: Sequence[Stage], out: Path, machine: Mapping[str, Any]) -> No
 
 
 def page(results: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> list[str]:
-    """The lines of report.md."""
+    """Return the lines of report.md."""
     date = max(
         (result["when"] for result in results if result["status"] in DONE), default="no stage is done"
     )[:10]
@@ -362,12 +366,12 @@ def page(results: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> li
 
 
 def cell(words: str) -> str:
-    """Text that is one cell of a table."""
+    """Escape text for one cell of a Markdown table."""
     return words.replace("|", "\\|").replace("\n", " ")
 
 
 def text(value: object) -> str:
-    """A figure as it stands in a table."""
+    """Format a figure for a table."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What the stages of hour.py share: what they were given, what they have found, and models to use."""
+"""Shared code of the stages of hour.py: their options, their results and their models."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from measure import Verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-# Mean difference of log-probs, nats: an FP8 pass from bf16's reference, an engine from its trainer.
+# Bounds on the mean difference of log-probs of engine and trainer, nats: of FP8 runs, and of others.
 FP8_LOGPROBS, ENGINE_LOGPROBS = 0.1, 0.05
 
 
 class SkipStage(Exception):
-    """What the stage needs turned out not to be there."""
+    """Raised when something that the stage requires is missing."""
 
 
 @dataclass
 class Given:
-    """The command line. machine: what `look` gave; engine_options: more arguments of SGLang."""
+    """The command line of a stage.
+
+    machine: the result of `look`; engine_options: additional arguments of SGLang"""
 
     out: Path
     tiny: bool
@@ -37,7 +39,7 @@ class Given:
 
     @property
     def world(self) -> int:
-        """The devices of the suite for a node: 2, 4 or 8."""
+        """Number of devices that the suite uses: 2 with --tiny, else the largest power of two up to 8."""
         return 2 if self.tiny else 2 ** min(3, self.machine["count"].bit_length() - 1)
 
     @property
@@ -46,8 +48,9 @@ class Given:
 
 
 class Found(Verdicts):
-    """Verdicts that are written down as they are found. notes: lines for the report; tables: {title, columns,
-    rows} for it; figures: for report.json."""
+    """Results of a stage, saved after each check.
+
+    notes: lines for the report; tables: {title, columns, rows} for the report; figures: for report.json"""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class Found(Verdicts):
         self.save()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table in place of an earlier one of this title."""
+        """Add a table, replacing an earlier one with the same title."""
         self.tables = [table for table in self.tables if table["title"] != title]
         self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
         self.save()
@@ -72,7 +75,7 @@ class Found(Verdicts):
 
 
 def data_sheet(given: Given) -> Any:
-    """The device's row of the planner's table, or an H100's."""
+    """Return the device's row of the planner's table, or that of an H100."""
     from megarl.plan.sizes import DEVICES
 
     return DEVICES[kind_of_gpu(given)]
@@ -87,7 +90,7 @@ def kind_of_gpu(given: Given) -> str:
 def random_model(
     folder: Path, family: Any, *, hidden: int, heads: int, kv_heads: int, ffn: int, layers: int, vocab: int
 ) -> None:
-    """A Hugging Face folder whose weights are what a new model has, in bf16, with a tokenizer that works."""
+    """Write a Hugging Face folder with freshly initialised weights in bf16 and a working tokenizer."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from tests.tiny_models import make_config, make_tokenizer, use_classic_rope
@@ -111,7 +114,7 @@ def random_model(
 
 
 def small(given: Given) -> Path:
-    """The folder that stage `model` has made."""
+    """Return the folder that the stage `model` wrote, or skip this stage."""
     folder = given.out / "small" / "model"
     if not (folder / "config.json").is_file():
         raise SkipStage("stage model has made no model")
@@ -119,7 +122,7 @@ def small(given: Given) -> Path:
 
 
 def start_runtime(tp: int = 1, pp: int = 1) -> Any:
-    """This process as a rank, on the GPU where there is one."""
+    """Start this process as a rank, on a GPU if there is one."""
     from megarl.config.schema import ParallelConfig
     from megarl.parallel import runtime
 

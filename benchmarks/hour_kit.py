@@ -1,15 +1,16 @@
-"""What `make gpu` needs on a GPU without a network, in pieces that can be carried there: the locked
-environment, without code for other GPUs.
+"""Pack the locked environment of `make gpu` for a GPU machine without a network.
+
+The archives come in pieces and omit device code for other GPUs.
 
     make install-gpu                                                     # here, without a GPU
     python benchmarks/hour_kit.py .venv-gpu kit --arch 90 --piece 56     # compute capability 9.0, MB
     for name in python torch kernels; do cat kit/$name.tar.xz.* | tar xJ -C site; done     # there
     . kit/environment.sh site                                            # PYTHONPATH and LD_LIBRARY_PATH
 
-There must be the same minor version of Python, with a torch for the same CUDA, whose libraries of NVIDIA are
-used (but for NCCL and cuDNN, which come along: torch and Transformer Engine want the versions that they were
-compiled with), and the packages of COMMON. FlashAttention's kernels are left out,
-half of all: `make gpu ARGS="--engine-options='{\\"attention_backend\\":\\"triton\\"}'"`.
+The GPU machine needs the same minor version of Python, a torch for the same CUDA, and the packages of COMMON.
+NVIDIA's libraries of that torch are used, except NCCL and cuDNN. The kit contains those two, because torch
+and Transformer Engine require the versions that they were compiled with. FlashAttention's kernels, half of
+the total size, are left out: `make gpu ARGS="--engine-options='{\\"attention_backend\\":\\"triton\\"}'"`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-FATBIN, ELF, PTX = b"\x50\xed\x55\xba", 2, 1  # of a group of entries; kinds of an entry
+FATBIN, ELF, PTX = b"\x50\xed\x55\xba", 2, 1  # magic number of a group of entries; kinds of an entry
 LARGE = 2**20  # libraries below this stay as they are
-# Installed beside any torch, and not of versions that matter here.
+# Expected on the GPU machine, in any version.
 COMMON = """Cython PIL contourpy fontTools google grpc kiwisolver llvmlite lxml matplotlib mpl_toolkits mpmath
     networkx numba numpy onnx onnxscript onnx_ir pandas pillow pip pyarrow scipy setuptools sympy tensorboard
     uvloop"""
-# What no stage imports, though SGLang asks for it.
+# Requirements of SGLang that no stage imports.
 UNUSED = """Cryptodome anthropic cryptography cudnn datasets deep_ep deepseek_recipe flash_mla flashinfer
     hf_xet jedi mistral_common modelscope nccl nvshmem pycountry tilelang timm torchcodec wandb z3
     zstandard"""
@@ -61,13 +62,15 @@ export PYTHONPATH=$site:$site/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH
 
 
 def keep_only(library: Path, arch: int) -> tuple[int, int]:
-    """Overwrite with zeros, in place, the code of a shared library that is for other GPUs than those of
-    compute capability `arch` (90: 9.0), so that it compresses; return the bytes of code that are kept and
-    that are not.
+    """Overwrite a shared library's code for other GPUs with zeros, in place, so that it compresses.
 
-    A section .nv_fatbin is a row of groups, each a header (magic, u16 version, u16 header's bytes, u64 bytes)
-    and entries: u16 kind, u16 version, u32 header's bytes, u64 bytes of code, and at byte 28 u32 compute
-    capability. Of a group without code for the GPU the PTX is kept, which the driver compiles."""
+    A section .nv_fatbin is a sequence of groups. A group is a header and entries.
+    Header: magic, u16 version, u16 bytes of the header, u64 bytes of the entries.
+    Entry: u16 kind, u16 version, u32 bytes of its header, u64 bytes of code; at byte 28 u32 capability.
+    If a group has no code for the GPU, its PTX is kept, which the driver compiles.
+
+    Args: arch: compute capability of the GPU (90: 9.0)
+    Returns: bytes of code that are kept, bytes that are cleared"""
     kept = cleared = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for begin, size in fatbins(library):
@@ -95,7 +98,7 @@ def keep_only(library: Path, arch: int) -> tuple[int, int]:
 
 
 def fatbins(library: Path) -> Iterator[tuple[int, int]]:
-    """Offset and size of the sections with code for GPUs, as readelf gives them."""
+    """Yield offset and size of the sections with GPU code, from readelf."""
     command = ["readelf", "--section-headers", "--wide", str(library)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for line in told.replace("[ ", "[").splitlines():
@@ -105,7 +108,7 @@ def fatbins(library: Path) -> Iterator[tuple[int, int]]:
 
 
 def pack(site: Path, kit: Path, arch: int, piece: int) -> None:
-    """Write the archives of a folder site-packages, each in pieces of `piece` bytes."""
+    """Write the archives of a site-packages folder, each in pieces of `piece` bytes."""
     names: dict[str, list[str]] = {name: packages.split() for name, packages in ARCHIVES.items()}
     taken = {package for packages in names.values() for package in packages}
     apart = {*COMMON.split(), *UNUSED.split(), "__pycache__"}
@@ -121,7 +124,7 @@ def pack(site: Path, kit: Path, arch: int, piece: int) -> None:
 
 
 def archive(site: Path, packages: list[str], path: Path, arch: int, piece: int) -> int:
-    """Write PATH.00, PATH.01, ...: the packages' files, libraries for one GPU alone; return the bytes."""
+    """Write the packages' files to PATH.00, PATH.01, ..., with code for one GPU; return the bytes written."""
     packing = ["sh", "-c", 'xz -1 -T0 | split --numeric-suffixes --bytes "$0" - "$1"', str(piece), f"{path}."]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -144,7 +147,7 @@ def archive(site: Path, packages: list[str], path: Path, arch: int, piece: int) 
 
 
 def files(path: Path) -> list[Path]:
-    """A file, or those of a folder, without bytecode; of NVIDIA's libraries NCCL and cuDNN."""
+    """List the files of a path without bytecode; of the folder `nvidia` only NCCL and cuDNN."""
     if not path.is_dir():
         return [path]
     folders = [path / name / "lib" for name in ("nccl", "cudnn")] if path.name == "nvidia" else [path]

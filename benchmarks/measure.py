@@ -1,5 +1,7 @@
-"""What the benchmarks share: the line about the machine, memory of a process, a process for each measurement,
-and the verdicts `met` / `not met` that `make bench` gathers."""
+"""Shared code of the benchmarks.
+
+It has the machine description, process memory, measurements in separate processes, and the verdicts `met` /
+`not met` that `make bench` collects."""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ import torch
 
 LIMIT = 1800  # seconds that one measurement may take
 MARKS = ("met", "not met", "WRONG")
-# Phases that take a step's batch through a model; those that go back, and those whose head predicts tokens.
+# Phases that pass a step's batch through a model; those with a backward pass; those with a token head.
 PASSES = ("old_logprobs", "reference_logprobs", "values", "critic_update", "actor_update")
 BACKWARD, ACTORS = ("critic_update", "actor_update"), ("old_logprobs", "reference_logprobs", "actor_update")
 
 
 def machine() -> str:
-    """Date, cores, load and versions, in one line."""
+    """Return date, cores, load and versions in one line."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     load = f"load {os.getloadavg()[0]:.1f}"
     threads = f"{torch.get_num_threads()} torch thread(s)"
@@ -31,12 +33,14 @@ def machine() -> str:
 
 
 class Verdicts:
-    """Prints each target with its measured figure. A missed target is `not met`, which a busy machine may be
-    the cause of; a missed bound on correctness (must=True) is `WRONG` and makes `exit_code` 1."""
+    """Print each measured figure with its target.
+
+    A missed target is `not met`, which a busy machine can cause. A missed bound on correctness (must=True) is
+    `WRONG` and sets `exit_code` to 1."""
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self.rows: list[dict[str, str]] = []  # what was printed: mark, what, figure, target
+        self.rows: list[dict[str, str]] = []  # the printed fields: mark, what, figure, target
 
     def at_most(self, what: str, figure: float, bound: float, unit: str = "", must: bool = False) -> None:
         self._print(what, figure <= bound, f"{_text(figure)}{unit}", f"at most {_text(bound)}{unit}", must)
@@ -59,9 +63,11 @@ def _text(figure: float) -> str:
 
 
 def in_fresh_process(script: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object that `script` prints last; nothing that ran before is in its memory."""
+    """Run a script in a new process and return the JSON object on its last line.
+
+    A new process has no memory of earlier measurements."""
     command = [sys.executable, script, *arguments]
-    # CUDA libraries write what is no UTF-8 too.
+    # CUDA libraries also print bytes that are not UTF-8.
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
@@ -70,15 +76,17 @@ def in_fresh_process(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def phase_flops(sizes: Any, record: Mapping[str, float], group: int) -> dict[str, float]:
-    """FLOPs of each phase of a recorded step that computes (`time/<phase>`), of all ranks: the products of
-    the layers, and of the head where a response's tokens are predicted, once forward and twice backward; a
-    shared prompt once. Attention is left out: at these lengths it is a few percent.
+    """Count the FLOPs, on all ranks, of rollout and model passes of a recorded step (`time/<phase>`).
+
+    Counted are the matrix products of the layers, and of the head at response tokens. A backward pass counts
+    twice as much as the forward pass, and a shared prompt counts once. Attention is omitted: at these lengths
+    it is a few percent.
 
     sizes: megarl.weights.families.Sizes of a dense model; group: responses of a prompt"""
     layer = sizes.hidden * (2 * sizes.q + 2 * sizes.kv + 3 * sizes.ffn)
     per_token = 2 * layer * sizes.layers
     passes = [name for name in PASSES if f"time/{name}" in record]
-    sequences = record["train/tokens"] / max(1, len(passes))  # of one pass: a phase has one epoch
+    sequences = record["train/tokens"] / max(1, len(passes))  # of one pass, if each phase has one epoch
     packed = sequences * (1 - record.get("train/shared_tokens", 0.0))
     responses = record["rollout/tokens"]
     head = 2 * sizes.hidden * sizes.vocab * responses
@@ -91,10 +99,10 @@ def phase_flops(sizes: Any, record: Mapping[str, float], group: int) -> dict[str
 
 
 class PeakMemory:
-    """Growth of this process's peak resident memory since this object was made, bytes. Linux only."""
+    """Growth of this process's peak resident memory since the creation of this object, bytes. Linux only."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current resident memory
         self.before = _status("VmRSS")
 
     def growth(self) -> int:
@@ -109,7 +117,7 @@ def _status(key: str) -> int:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU time that these processes have used so far. Linux only."""
+    """Return the CPU seconds that these processes have used so far. Linux only."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(user) + int(system) for *_, user, system in (each[:13] for each in fields)) / os.sysconf(
         "SC_CLK_TCK"

@@ -1,10 +1,11 @@
-"""Balanced packing at the papers' size: responses to ranks by estimated cost, each rank's share to
-micro-batches by token budget.
+"""Measure balanced packing at the size of published runs.
 
-Lengths are log-normal, cut at 20,480 tokens. Waste is the share of the micro-batches' token budget that stays
-empty. The cost of a rank is the sum of its samples' costs (linear and attention, as Qwen2.5-32B has them). A
-run plans mini-batch by mini-batch: the second case is one of 512 samples, where each rank has 32 and its last
-micro-batch is as full as chance left it.
+Responses are assigned to ranks by estimated cost, and each rank's share to micro-batches by token budget.
+Lengths are log-normal, cut at 20,480 tokens. Waste is the unused share of the micro-batches' token budget.
+The cost of a rank is the sum of its samples' costs (linear layers and attention of Qwen2.5-32B).
+
+Training plans each mini-batch separately. The second case has mini-batches of 512 samples, 32 per rank, where
+each rank's last micro-batch is filled at random.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HIDDEN, LAYERS, MATRICES = 5120, 64, 18.6  # Qwen2.5-32B; matrix parameters of a
 
 
 def draw(count: int, seed: int) -> list[int]:
-    """Median 5,000 tokens; one in 25 is cut at 20,480."""
+    """Sample response lengths with median 5,000 tokens; about one in 25 is cut at 20,480."""
     rng = random.Random(seed)
     return [max(16, min(20480, int(rng.lognormvariate(math.log(5000), 0.8)))) for _ in range(count)]
 
@@ -35,7 +36,7 @@ def costs_of(lengths: list[int]) -> list[float]:
 
 
 def plan(lengths: list[int], ranks: int, budget: int) -> Plan:
-    """What every rank computes: as `distribute` and `make_micro_batches` do."""
+    """Plan each rank's micro-batches as `distribute` and `make_micro_batches` do."""
     shares = balance(costs_of(lengths), ranks)
     return [
         [[share[i] for i in group] for group in pack([lengths[i] for i in share], budget)] for share in shares
@@ -43,7 +44,7 @@ def plan(lengths: list[int], ranks: int, budget: int) -> Plan:
 
 
 def imbalance(plan: Plan, lengths: list[int]) -> float:
-    """The slowest rank's cost / the mean."""
+    """Return the slowest rank's cost / the mean."""
     costs = costs_of(lengths)
     ranks = [sum(costs[i] for group in rank for i in group) for rank in plan]
     return max(ranks) / statistics.mean(ranks)

@@ -1,12 +1,13 @@
-"""A pretrained model of 135 million parameters, SmolLM2-135M-Instruct: seconds of a rollout of 128 responses
-with two updates, beside TRL's GRPOTrainer on the same prompts, with the same lengths, updates, precision and
-cores; and which share of the processor's own rate of matrix products generation, log-probs and update reach.
+"""Compare a rollout of 128 responses with two updates on SmolLM2-135M-Instruct with TRL's GRPOTrainer.
+
+Prompts, maximum length, updates, precision and cores are the same. Also measure which share of the
+processor's measured matrix product rate generation, log-probs and update reach.
 
     make trl                                     # TRL, once
     make bench BENCH=real                        # fp32, and bf16 where the processor multiplies it faster
 
-Each trainer runs by itself, in turn with the other: both together do not fit 24 GiB in fp32. Of each the best
-rollout counts, after one that is not timed.
+The trainers alternate, because both together do not fit 24 GiB in fp32. The best rollout of each counts,
+after one that is not timed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from megarl.weights.families import Sizes, read_config
 
 FOLDER = ROOT / "runs" / "smollm2"
 PROMPTS, GROUP, UPDATES, TOKENS, RANKS = 16, 8, 2, 48, 2
-LIMIT = 3600  # seconds that one turn may take
+LIMIT = 3600  # time limit of one run of a trainer, seconds
 TARGETS = {"fp32": 0.33, "bf16": 0.30}
 
 
 def ours(dtype: str, rollouts: int, overrides: list[str]) -> list[dict[str, Any]]:
-    """The records of a run's timed steps."""
+    """Run megarl and return the records of the timed steps."""
     run_dir = FOLDER / "bench"
     shutil.rmtree(run_dir, ignore_errors=True)
     megarl(
@@ -50,7 +51,7 @@ def ours(dtype: str, rollouts: int, overrides: list[str]) -> list[dict[str, Any]
 
 
 def theirs(python: Path, dtype: str, threads: int, rollouts: int) -> dict[str, Any]:
-    """What TRL's run says of itself."""
+    """Run TRL and return the JSON object that it prints."""
     said = call(
         *(python, "benchmarks/trl_reference.py", FOLDER / "model", FOLDER / "train.jsonl"),
         *("--prompts", str(PROMPTS), "--group", str(GROUP), "--updates", str(UPDATES), "--dtype", dtype),
@@ -64,7 +65,9 @@ def theirs(python: Path, dtype: str, threads: int, rollouts: int) -> dict[str, A
 
 
 def shares(record: dict[str, Any], rate: float) -> dict[str, float]:
-    """The share of `rate`, FLOP/s of one core, that each phase of a step reaches on all ranks' cores."""
+    """Return the share of the cores' peak rate that each phase reaches.
+
+    rate: FLOP/s of one core; each rank has one"""
     work = phase_flops(Sizes.from_config(read_config(FOLDER / "model")), record, GROUP)
     return {name: flops / (record[f"time/{name}"] * rate * RANKS) for name, flops in work.items()}
 

@@ -1,9 +1,11 @@
-"""The weight transfer against gathering whole tensors everywhere, on 4 CPU processes in one run: a tied model
-of 400 MB, actor TP2 PP2, two engines of TP2 in SGLang's fused layout. And seconds and memory of plan and
-proof for Qwen2.5-32B on 128 and 1,024 GPUs. CPU seconds tell a busy machine from slow code.
+"""Compare the weight transfer with gathering whole tensors on every rank, on 4 CPU processes.
+
+The model is tied and has 400 MB. The actor has tp 2 and pp 2, and two engines of tp 2 use SGLang's fused
+layout. Also measure seconds and memory of plan and proof for Qwen2.5-32B on 128 and 1,024 GPUs.
+CPU seconds distinguish a busy machine from slow code.
 
     .venv/bin/python benchmarks/reshard.py             # all of it
-    .venv/bin/python benchmarks/reshard.py --untied    # a model with an output layer of its own
+    .venv/bin/python benchmarks/reshard.py --untied    # a model with a separate output layer
     .venv/bin/python benchmarks/reshard.py --only plan
 """
 
@@ -41,7 +43,7 @@ REPEATS = 5
 
 
 def model(tied: bool) -> dict[str, Any]:
-    """Qwen2.5-0.5B, narrower in depth and vocabulary: about 400 MB in bf16."""
+    """Return the sizes of Qwen2.5-0.5B with fewer layers and a smaller vocabulary: about 400 MB in bf16."""
     return KNOWN_MODELS["Qwen2.5-0.5B"] | {
         "num_hidden_layers": 12,
         "vocab_size": 32000,
@@ -57,8 +59,10 @@ def fused_plan(config: dict[str, Any], layout: Layout, tp: int) -> Plan:
 
 
 class FullGather:
-    """The usual way, without its avoidable costs: whole Hugging Face tensors, bucket by bucket, each shard
-    broadcast by one of the ranks that hold it, and every rank cuts out its part."""
+    """The usual transfer, without its avoidable costs.
+
+    Whole Hugging Face tensors are gathered bucket by bucket. One of the owners of a shard broadcasts it, and
+    every rank slices its part."""
 
     def __init__(
         self,
@@ -96,12 +100,12 @@ class FullGather:
             size += nbytes
 
     def run(self) -> int:
-        """One transfer; gives the bytes that this rank received."""
+        """Transfer once and return the bytes that this rank received."""
         received = 0
         for part in self.padding:
             part.zero_()
         for names in self.buckets:
-            # One message per owner and bucket: its shards of all the bucket's tensors one after the other.
+            # One message per owner and bucket: the owner's shards of the bucket's tensors, concatenated.
             parts: dict[int, list[tuple[str, Region]]] = {}
             for hf_name in names:
                 for owner, name, region in self.owners[hf_name]:
@@ -128,8 +132,9 @@ class FullGather:
 
 
 def fill(shapes: Shards) -> dict[str, Tensor]:
-    """This rank's source tensors; an element's value follows from its place in the Hugging Face tensor, so
-    that replicas agree."""
+    """Make this rank's source tensors.
+
+    An element's value depends on its index in the Hugging Face tensor, so that replicas are equal."""
     tensors = {}
     for name, shard in shapes.items():
         tensors[name] = torch.zeros(shard.shape, dtype=torch.bfloat16)
@@ -146,7 +151,7 @@ def fill(shapes: Shards) -> dict[str, Tensor]:
 
 
 def work(rank: int, folder: str, tied: bool, results: Any) -> None:
-    """One of the four ranks: both ways, alternately, and the same targets from both."""
+    """Run one of the four ranks: alternate both transfers and compare their targets."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", LAYOUT.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.world)
@@ -181,7 +186,7 @@ def work(rank: int, folder: str, tied: bool, results: Any) -> None:
 
 
 def compare(tied: bool, verdicts: Verdicts) -> None:
-    """Both ways on four processes."""
+    """Compare both transfers on four processes."""
     context = multiprocessing.get_context("spawn")
     private = tempfile.TemporaryDirectory()
     results = context.Queue()
@@ -209,8 +214,8 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
         speed = f"{data[name] / seconds[name] / 1e9:5.2f} GB/s moved, {cpu[name]:6.3f} CPU s of all ranks"
         print(f"  {title:12s} {data[name] / 1e6:8.1f} MB moved   {seconds[name]:6.3f} s   {speed}")
     verdicts.holds(f"{kind}: both ways write the same bytes", all(answer[4] for answer in answers))
-    # Tied embeddings are on both stages, so that more is kept on the rank itself; untied is the harder case
-    # and has no target of its own.
+    # Tied embeddings are on both stages, so that a rank keeps more of its data. The untied model is harder:
+    # missing the data target is then no error.
     verdicts.at_least(
         f"{kind}: data of a full gather over the plan's", data["gather"] / data["plan"], 3, " x", must=tied
     )
@@ -221,7 +226,7 @@ def compare(tied: bool, verdicts: Verdicts) -> None:
 
 
 def plan_times(verdicts: Verdicts) -> None:
-    """Plan and proof of Qwen2.5-32B, each in a process of its own."""
+    """Measure plan and proof of Qwen2.5-32B, each layout in a separate process."""
     for dp, limit, memory in ((4, 10, 2), (32, 60, None)):
         found = in_fresh_process(__file__, "--dp", str(dp))
         what = f"Qwen2.5-32B tp 8 pp 4 dp {dp}, {32 * dp:,} GPUs -> {4 * dp} engines of tp 8"
@@ -238,8 +243,9 @@ def plan_times(verdicts: Verdicts) -> None:
 
 
 def plan_time(dp: int) -> dict[str, float]:
-    """Seconds on the clock and of CPU, memory in GB, and the most that a GPU receives beside its share of the
-    model."""
+    """Measure one plan and its proof.
+
+    Returns: wall and CPU seconds, memory in GB, the most that a GPU receives / its share of the model"""
     layout, config = Layout(tp=8, pp=4, dp=dp), KNOWN_MODELS["Qwen2.5-32B"]
     started, cpu = time.perf_counter(), time.process_time()
     plan = fused_plan(config, layout, 8)
@@ -266,7 +272,7 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=("plan", "transfer"), help="one of the two parts")
     parser.add_argument("--untied", action="store_true", help="a model with an output layer of its own")
-    parser.add_argument("--dp", type=int, help=argparse.SUPPRESS)  # of one plan, in a process of its own
+    parser.add_argument("--dp", type=int, help=argparse.SUPPRESS)  # one plan, in a separate process
     given = parser.parse_args()
     if given.dp:
         print(json.dumps(plan_time(given.dp)))

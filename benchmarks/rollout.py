@@ -1,7 +1,12 @@
-"""Speed of the transformers engine at the demo's size: Qwen3, hidden 64, 2 layers, 32 prompts x 8 responses,
-one thread; and what it costs that a response does not depend on its company, beside torch's own linear layers
-and attention in the same engine, in turns. The same with wide layers, hidden 576, and 32 responses; there
-also what it gains that products may have few rows, and that prompts share what they begin with.
+"""Measure the speed of the transformers engine at the demo's size, on one thread.
+
+The model is Qwen3 with hidden 64 and 2 layers; 32 prompts have 8 responses each. Also measured, alternately
+with the variant that they are compared with:
+
+- the cost of batch invariance, relative to torch's linear layers and attention in the same engine, at
+  hidden 64 and, with 32 responses, at hidden 576
+- the gain of matrix products with few rows, at hidden 576
+- the gain of sharing prompt prefixes in prefill, at both sizes
 
 python benchmarks/rollout.py [--repeats 5] [--profile]
 """
@@ -48,8 +53,10 @@ WIDE = {  # SmolLM2-135M's layers
 
 
 def make_engine(folder: Path, max_batch: int, sizes: Mapping[str, int] = DEMO) -> TransformersEngine:
-    """A random model of two layers. Its logits are nearly flat, so `EOS` comes at a rate of about 1/40:
-    lengths are geometric with mean 35 cut at 80, which is harder on a batch than the demo's lengths."""
+    """Make an engine with a random model of two layers.
+
+    The logits are nearly flat, so that EOS has a probability of about 1/40. Lengths are geometric, cut at 80,
+    with mean 35, which is harder to batch than the demo's lengths."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         num_hidden_layers=2,
@@ -72,7 +79,7 @@ def make_engine(folder: Path, max_batch: int, sizes: Mapping[str, int] = DEMO) -
 
 
 def make_requests(prompts: int, group: int, step: int) -> list[GenerationRequest]:
-    """Prompts of 5 to 15 tokens, `group` requests each."""
+    """Make prompts of 7 to 15 tokens with `group` requests each."""
     rng = random.Random(step)
     requests = []
     for uid in range(prompts):
@@ -83,8 +90,10 @@ def make_requests(prompts: int, group: int, step: int) -> list[GenerationRequest
 
 @contextmanager
 def free_order() -> Iterator[None]:
-    """Have engines that are made and used here multiply whatever rows there are, and attend to 16 keys more
-    than the longest row has at most: as torch does it."""
+    """Give up batch invariance in engines that are made and used in this context.
+
+    They use torch's linear layers and attention, multiply any number of rows, and pad keys to multiples of
+    16."""
 
     def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -101,7 +110,7 @@ def free_order() -> Iterator[None]:
 
 
 def with_examples(prompts: int) -> list[GenerationRequest]:
-    """Prompts of four tasks, each with 140 tokens of examples before 20 to 50 of its own; a request each."""
+    """Make one request per prompt: 140 tokens of examples of one of four tasks, then 20 to 50 tokens."""
     rng = random.Random(0)
     examples = [tuple(rng.randrange(2, VOCAB) for _ in range(140)) for _ in range(4)]
     questions = [tuple(rng.randrange(2, VOCAB) for _ in range(rng.randint(20, 50))) for _ in range(prompts)]
@@ -110,7 +119,7 @@ def with_examples(prompts: int) -> list[GenerationRequest]:
 
 @contextmanager
 def prompts_apart() -> Iterator[None]:
-    """Have engines prefill each prompt by itself."""
+    """Make engines prefill each prompt separately."""
     cut = transformers_decode.split_prompts
     with patch.object(transformers_decode, "split_prompts", lambda prompts, shared: cut(prompts, False)):
         yield
@@ -118,8 +127,9 @@ def prompts_apart() -> Iterator[None]:
 
 @contextmanager
 def large_products() -> Iterator[None]:
-    """Have engines that are made here multiply wide layers as on a processor that adds up the rows of smaller
-    products in other orders."""
+    """Make new engines multiply wide layers only in products of LARGEST rows.
+
+    Processors whose smaller products add up in another order need that."""
     with patch.object(transformers_layers, "find_fewest_rows", lambda weights: transformers_layers.LARGEST):
         yield
 
@@ -127,7 +137,7 @@ def large_products() -> Iterator[None]:
 def cost(
     measured: Callable[[], float], other: Callable[[], AbstractContextManager[None]], repeats: int
 ) -> float:
-    """Return the median ratio of CPU times, as it is / within `other`, one after the other."""
+    """Return the median ratio of CPU times, unchanged / within `other`, measured alternately."""
     ratios = []
     for _ in range(repeats + 1):
         ours = measured()
@@ -170,7 +180,7 @@ def main() -> None:
             sizes: Mapping[str, int], asked: Sequence[GenerationRequest], params: SamplingParams = params
         ) -> float:
             with tempfile.TemporaryDirectory() as other:
-                of_its_own = make_engine(Path(other), args.max_batch, sizes)  # made as it is patched now
+                of_its_own = make_engine(Path(other), args.max_batch, sizes)  # with the current patches
             of_its_own.generate(asked[:8], params)
             cpu = time.process_time()
             of_its_own.generate(asked, params)

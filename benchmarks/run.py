@@ -1,11 +1,12 @@
-"""All benchmarks with a target, one after the other, and one table of what was met. Exit code 1 if a result
-was WRONG or a benchmark failed; a time that a busy machine missed is `not met` and no failure. history.jsonl
-keeps the figures, see history.py.
+"""Run all benchmarks with a target, one at a time, and print one summary of the verdicts.
+
+The exit code is 1 if a result is WRONG or a benchmark fails. A missed target is `not met`, which a busy
+machine can cause, and is no failure. The figures are appended to history.jsonl, see history.py.
 
     make bench                                # all of them, about 20 minutes on an idle core
     make bench BENCH='gae packing'            # some
     make bench BENCH=step ARGS='--vs trl'     # ARGS go to benchmarks/step.py, or real.py
-    make bench BENCH=real                     # a pretrained model beside TRL; not among all
+    make bench BENCH=real                     # a pretrained model against TRL; not included in all
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ NAMES = (
     "checkpoint",
     "simulate",
 )
-LONG = ("real", "growth")  # asked for by name alone: minutes each
+LONG = ("real", "growth")  # run only by name: minutes each
 
 
 def run(name: str, arguments: list[str]) -> tuple[list[str], int]:
-    """Runs one benchmark, shows its output as it comes, and gives its verdicts and exit code."""
+    """Run one benchmark, print its output as it arrives, and return its verdicts and exit code."""
     print(f"\n=== {name}", flush=True)
     verdicts = []
     command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
@@ -62,9 +63,8 @@ def main() -> int:
         default=NAMES,
         help=", ".join((*NAMES, *LONG)),
     )
-    split = (
-        sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    )  # behind it: for the one that takes more
+    # Arguments after "--" go to the named benchmark.
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     given, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     names = given.only or NAMES
     if more and len({"step", *LONG} & {*names}) != 1:

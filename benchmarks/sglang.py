@@ -1,12 +1,11 @@
-"""Throughput of rollouts through megarl against the same requests sent straight to SGLang, in one run on one
-engine of a CPU.
+"""Compare the throughput of rollouts through megarl with direct calls of SGLang, on one CPU engine.
 
     .venv-sglang/bin/python benchmarks/sglang.py [--responses 256] [--tokens 96] [--repeats 3]
 
-Straight is one call of SGLang's `generate` with the whole batch, in the process of the engine, sampled by
-SGLang's own sampler without seeds. Through megarl is a generation batch: requests and answers cross the
-process border, each response has its seed, and is decoded and verified. The model has no end-of-sequence
-token, so that both make the same number of tokens.
+"straight" is one call of SGLang's `generate` with the whole batch, in the engine's process, with SGLang's own
+sampler and no seeds. "megarl" is a generation batch: requests and responses cross the process boundary, each
+response has a seed, and is decoded and verified. The model has no end-of-sequence token, so that both
+generate the same number of tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_engine(folder: Path, responses: int, tokens: int) -> Any:
-    """An engine with undefined weights of the demo's shape; finite ones, as SGLang's dummy weights are
-    small."""
+    """Make an engine of the demo's shape, with SGLang's dummy weights until `deliver`."""
     from megarl.config.schema import Config
     from megarl.rollout.engines.sglang import SGLangEngine
     from megarl.weights.families import read_config
@@ -61,7 +59,7 @@ def make_engine(folder: Path, responses: int, tokens: int) -> Any:
 
 
 def deliver(engine: Any, folder: Path) -> None:
-    """The folder's weights, as version 0."""
+    """Send the folder's weights to the engine, as version 0."""
     from megarl.sync.backends.shared_memory import SharedMemoryBackend
     from megarl.sync.plan import Plan
     from megarl.sync.transfer import Staging
@@ -117,7 +115,7 @@ def main() -> int:
             deliver(engine, folder)
             with VerifierPool("dapo", 1, 10.0) as verifier:
                 speeds: dict[str, list[float]] = {"straight": [], "megarl": []}
-                for repeat in range(args.repeats + 1):  # the first warms both up
+                for repeat in range(args.repeats + 1):  # the first round warms up both
                     first = [repeat * 10_000 + p.uid * args.group for p in prompts]
                     requests = [
                         GroupRequest(p, range(n, n + args.group)) for p, n in zip(prompts, first, strict=True)

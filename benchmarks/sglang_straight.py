@@ -1,5 +1,6 @@
-"""The process of an SGLang engine with one call more, for benchmarks/sglang.py: a batch straight through
-SGLang's own `generate`."""
+"""An SGLang engine's process with one more call: a batch sent directly to SGLang's own `generate`.
+
+For benchmarks/sglang.py and benchmarks/gpu.py."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Calls(sglang_host.Calls):
         self.engine = engine
 
     async def straight(self, path: str, prompts: list[list[int]], tokens: int) -> None:
-        """Seconds and tokens of the batch go to `path`."""
+        """Generate the batch and write its seconds and tokens to `path`."""
         begin = time.perf_counter()
         answers = await self.engine.async_generate(
             input_ids=prompts,

@@ -1,12 +1,18 @@
-"""Step time and idle share by the simulator (megarl/plan/simulate.py) against those of real runs on this
-machine: two ranks that generate and train in turn, against one rank for each side, one step ahead. Lengths
-are those of an untrained model, which ends a response at random: a mean of about 30 tokens, up to 200.
+"""Compare the simulator's step time and idle share (megarl/plan/simulate.py) with real runs.
 
-Costs are fitted to two runs at once, each of one rank that does everything (two cores at work are slower than
-one, and in a run ahead both are), and to every other step of two runs of two ranks in turn, before and after
-the runs ahead; the other steps are held against. Nothing is fitted to the runs ahead. Figures are medians
-over steps, as the machine may have other work; where that changes from run to run, the ratio of step times
-says more than each of them.
+The settings are two colocated ranks that alternate generation and training, and one rank for each side,
+asynchronous by one step. The model is untrained and ends responses at random: mean length about 30 tokens,
+at most 200.
+
+Costs are fitted to two sets of runs:
+
+- Two simultaneous runs of one rank that generates and trains. Two busy cores are slower than one, and
+  asynchronous runs keep both busy.
+- Every other step of two colocated runs of two ranks, one before and one after the asynchronous runs.
+
+The remaining colocated steps and all steps of the asynchronous runs are predicted. Figures are medians over
+steps, because of other work on the machine. If the load differs between runs, the ratio of step times is the
+most reliable figure.
 
     make bench BENCH=simulate
     python benchmarks/simulate.py --steps 30 --ahead 1 2
@@ -39,12 +45,11 @@ WARMUP = 3
 ALONE = ("alone_1", "alone_2")
 PHASES = ("distribute", "old_logprobs", "group_advantages", "actor_update")
 SEEDS = 8  # simulations, of some steps each
-BOUND, POINTS = 0.15, 5  # of what is measured; percentage points of an idle share
+BOUND, POINTS = 0.15, 5  # relative error; percentage points of the idle share
 
 
 def train(name: str, steps: int, *overrides: str) -> Path:
-    """Trains on the demo's sums with a model that learns next to nothing, so that lengths stay as they
-    are."""
+    """Train on the demo's sums with a learning rate so small that response lengths do not change."""
     run_dir = FOLDER / name
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = (
@@ -72,7 +77,9 @@ def train(name: str, steps: int, *overrides: str) -> Path:
 
 
 class Measured:
-    """A run's timeline. steps: those that are counted; a step lasts until the next one begins on rank 0."""
+    """A run's timeline.
+
+    steps: the steps after the warm-up; a step lasts until the next one starts on rank 0"""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -85,16 +92,16 @@ class Measured:
         self.steps = [step for step in sorted(self.begins) if step > WARMUP and step + 1 in self.begins]
 
     def idle(self, step: int) -> float:
-        """The share of the ranks' time that they waited in a step."""
+        """Return the share of the ranks' time in a step that they waited."""
         begin, end = self.begins[step], self.begins[step + 1]
         waited = 0.0
         for records in self.records.values():
-            for r in records:  # the waiting is at a phase's end; what hangs over belongs to another step
+            for r in records:  # the wait is at a phase's end; count only its part within this step
                 waited += max(0.0, min(r["end"], end) - max(r["end"] - r["waited"], begin))
         return waited / (end - begin) / len(self.records)
 
     def phases(self, step: int, rank: int) -> dict[str, tuple[float, float]]:
-        """Phase -> its seconds, and how many of them the rank waited."""
+        """Return, by phase, its seconds and the seconds of them that the rank waited."""
         found: dict[str, tuple[float, float]] = {}
         for r in self.records[rank]:
             if r["step"] == step:
@@ -103,7 +110,7 @@ class Measured:
         return found
 
     def lengths(self, step: int) -> tuple[list[np.ndarray], float]:
-        """The lengths of the responses that each engine drew, and the mean prompt."""
+        """Return the response lengths by engine, and the mean prompt length."""
         paths = sorted((self.run_dir / "rollouts" / f"step-{step:06d}").glob("rank-*.safetensors"))
         parts = [read_batch(path) for path in paths]
         prompts = [part.prompt_lengths for part in parts]
@@ -111,8 +118,9 @@ class Measured:
 
 
 def robust(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
-    """Least squares with coefficients of at least 0, without the fifth of the rows that fits worst: steps in
-    which the machine had other work."""
+    """Fit least squares with non-negative coefficients, without the worst fifth of the rows.
+
+    Those are steps in which the machine had other work. The second fit is the result."""
     a, b = np.array(rows, dtype=float), np.array(seconds)
     for _ in range(2):
         kept = list(range(a.shape[1]))
@@ -128,17 +136,20 @@ def robust(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndar
 
 
 def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
-    """Fit costs to these steps of runs in turn: decoding by steps, tokens and the cache's tokens; phases by a
-    rank's tokens, of one rank and of two, which wait for each other. Return what gives the costs of so many
-    trainers."""
+    """Fit costs to these steps of colocated runs.
+
+    Decoding depends on steps, tokens and cached tokens. A phase depends on a rank's tokens, separately for
+    one rank and for two, which wait for each other.
+
+    Returns: a function from the number of trainers to their costs"""
     rows: list[list[float]] = []
     seconds: list[float] = []
     transfers: list[float] = []
-    samples: dict[tuple[int, str], list[tuple[float, float]]] = {}  # ranks, phase -> its tokens, seconds
+    samples: dict[tuple[int, str], list[tuple[float, float]]] = {}  # (ranks, phase) -> (tokens, seconds)
     for run, step in steps:
         drawn, prompt = run.lengths(step)
         ranks = [run.phases(step, rank) for rank in run.records]
-        for found, own in zip(ranks, drawn, strict=True):  # all of them begin at once
+        for found, own in zip(ranks, drawn, strict=True):  # all ranks start together
             taken, waited = found["rollout"]
             rows.append([own.max(), own.sum(), (own * (prompt + own / 2)).sum()])
             seconds.append(taken - waited)
@@ -172,7 +183,7 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
 
 
 def predict(costs: Costs, work: RolloutWork, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
-    """Step time and idle share: medians over some simulations."""
+    """Return step time and idle share, medians over SEEDS simulations."""
     courses = [simulate(work, costs, Split(engines, trainers, ahead), seed=seed) for seed in range(SEEDS)]
     return statistics.median(c.step for c in courses), statistics.median(c.idle for c in courses)
 

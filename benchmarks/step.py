@@ -1,7 +1,8 @@
-"""Seconds and tokens/s per phase of a step at the demo's size, and the share of the step that is neither
-generation nor Megatron's own forward, backward and optimizer. With `--vs trl` the same rollouts by TRL's
-GRPOTrainer, the two in turn, rollout by rollout, and the median and quartiles of the ratios; with `--vs vapo`
-SAO, which has no pass for old log-probs, beside VAPO on as many single responses.
+"""Measure seconds and tokens/s per phase of a step at the demo's size.
+
+Also measure the share of the step outside generation and Megatron's own forward, backward and optimizer.
+`--vs trl` alternates rollouts with TRL's GRPOTrainer and prints median and quartiles of the ratios.
+`--vs vapo` compares SAO, which has no pass for old log-probs, with VAPO, both on 256 single responses.
 
     make bench BENCH=step                     # megarl alone, VAPO
     make bench BENCH=step ARGS='--vs vapo'    # SAO and VAPO
@@ -33,8 +34,9 @@ LIMIT = 900  # seconds that one part may take
 
 
 def call(*command: str | Path, env: dict[str, str] | None = None, limit: float = LIMIT) -> str:
-    """Runs a command from the repository's root and gives its output; a failure ends the benchmark with the
-    output's end."""
+    """Run a command from the repository's root and return its output.
+
+    If it fails, exit with the end of the output."""
     done = subprocess.run(
         [str(c) for c in command],
         cwd=ROOT,
@@ -56,7 +58,7 @@ def megarl(*arguments: str | Path, limit: float = LIMIT) -> str:
 
 
 def warm_model() -> Path:
-    """The demo's warm-started model, made once: lengths and accuracy of a real run."""
+    """Return the demo's warm-started model, made once: its lengths and accuracy are realistic."""
     warm = FOLDER / "sft" / "hf"
     if not warm.is_dir():
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -73,7 +75,7 @@ def warm_model() -> Path:
 
 
 def megarl_command(recipe: str, steps: int, overrides: list[str]) -> tuple[list[str | Path], Path]:
-    """The command of a run of the demo without evaluation in between, and its folder, which is removed."""
+    """Return the command of a demo run without evaluation, and its run folder, which is deleted here."""
     run_dir = FOLDER / recipe
     shutil.rmtree(run_dir, ignore_errors=True)
     where = [
@@ -92,7 +94,7 @@ def megarl_command(recipe: str, steps: int, overrides: list[str]) -> tuple[list[
 
 
 def run_megarl(recipe: str, steps: int, warmup: int, overrides: list[str]) -> list[dict[str, Any]]:
-    """The records of the timed steps of a run of the demo."""
+    """Run the demo and return the records of the timed steps."""
     command, run_dir = megarl_command(recipe, steps + warmup, overrides)
     call(*command, env={"OMP_NUM_THREADS": "1"})
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -104,14 +106,14 @@ def median(records: list[dict[str, Any]], key: str) -> float:
 
 
 def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) -> None:
-    """Medians per phase over the steps."""
+    """Print the medians of each phase over the steps."""
     print(f"\n{title}: medians of {len(records)} steps")
     step = median(records, "time/step")
     responses = median(records, "rollout/tokens")
     for key in [k for k in records[0] if k.startswith("time/") and k != "time/step"]:
         seconds = median(records, key)
         tokens = responses if key == "time/rollout" else median(records, "train/tokens")
-        # checkpoints, where none are made
+        # zero seconds: a phase that did not run, e.g. checkpoints
         speed = f"{tokens / seconds:10,.0f} tokens/s" if seconds else "did not run"
         print(f"  {key[5:]:18s} {seconds:8.4f} s  {100 * seconds / step:5.1f} %  {speed}")
     print(f"  {'step':18s} {step:8.4f} s")
@@ -128,9 +130,9 @@ def print_phases(title: str, records: list[dict[str, Any]], verdicts: Verdicts) 
 
 @dataclass
 class Trainer:
-    """A trainer whose processes stand still but in its turns.
+    """A trainer whose processes are stopped while another trainer runs.
 
-    progress  the file that grows at the end of each rollout with its updates"""
+    progress  a file that grows when a rollout and its updates have finished"""
 
     name: str
     process: psutil.Popen
@@ -154,18 +156,18 @@ class Trainer:
         return Trainer(name, process, progress)
 
     def processes(self) -> list[psutil.Process]:
-        """The trainer's processes: ranks have sessions of their own."""
+        """Return the trainer's process and its descendants, because ranks have separate sessions."""
         return [self.process, *self.process.children(recursive=True)]
 
     def send(self, number: signal.Signals, processes: list[psutil.Process] | None = None) -> None:
-        """Send a signal to these processes, or to all of them."""
+        """Send a signal to the given processes, or to all of the trainer."""
         for process in processes or self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
     def take_turn(self) -> None:
-        """Let it go on until its next rollout has ended, and time that by this process's clock."""
-        known = self.processes()  # which takes long enough for the next rollout to begin
+        """Resume the trainer until its next rollout has finished, and time it by this process's clock."""
+        known = self.processes()  # listed early: it is slow, and would delay SIGSTOP below
         pids = [process.pid for process in known]
         used, started = cpu_seconds(pids), time.perf_counter()
         self.send(signal.SIGCONT, known)
@@ -176,14 +178,15 @@ class Trainer:
             time.sleep(0.001)
         self.seconds.append(time.perf_counter() - started)
         self.send(signal.SIGSTOP, known)
-        self.send(signal.SIGSTOP)  # those that are new
+        self.send(signal.SIGSTOP)  # also processes started in the meantime
         self.cpu.append(cpu_seconds(pids) - used)
         self.size = size
 
 
 def beside_trl(rounds: int, warmup: int, overrides: list[str]) -> dict[str, list[float]]:
-    """Seconds per rollout of megarl and of TRL with one thread and with two, which take turns rollout by
-    rollout: while one works, the others stand still."""
+    """Measure seconds per rollout of megarl and of TRL with one and with two threads.
+
+    The trainers alternate rollout by rollout: while one runs, the others are stopped."""
     python = ROOT / ".venv-trl" / "bin" / "python"
     if not python.is_file():
         raise SystemExit("benchmarks/step.py: no .venv-trl (make it with `make trl`)")
@@ -210,7 +213,7 @@ def beside_trl(rounds: int, warmup: int, overrides: list[str]) -> dict[str, list
 
 
 def compare(seconds: dict[str, list[float]], verdicts: Verdicts) -> None:
-    """Print medians, and the ratio of megarl's time to the better TRL's, round by round."""
+    """Print medians, and the ratio of megarl's time to that of the faster TRL in each round."""
     for name, each in seconds.items():
         listed = ", ".join(f"{x:.2f}" for x in each)
         print(f"  {name:17s} {statistics.median(each):.3f} s per rollout (each: {listed})")

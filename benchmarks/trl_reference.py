@@ -1,5 +1,6 @@
-"""The yardstick: TRL's GRPOTrainer on the demo's task, at the demo's size, or on another of its form. Run by
-the Python of a venv of its own:
+"""Time TRL's GRPOTrainer on the demo's task, or on another model and data file of the same format.
+
+It needs a separate virtual environment:
 
     make trl
     .venv-trl/bin/python benchmarks/trl_reference.py runs/demo/sft/hf runs/demo/train.jsonl --threads 2
@@ -30,8 +31,9 @@ ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
 
 
 class Clock(TrainerCallback):
-    """Wall and CPU seconds at the end of each rollout's last update: a rollout's time includes its generation
-    and its updates."""
+    """Record wall and CPU seconds at the end of each rollout's last update.
+
+    A rollout's time thus includes generation and updates."""
 
     def __init__(self, updates: int, progress: Path | None) -> None:
         self.wall: list[float] = []
@@ -48,7 +50,7 @@ class Clock(TrainerCallback):
 
 
 class Rule:
-    """The demo's reward, +1 or -1; it also counts response tokens and right answers, rollout by rollout."""
+    """The demo's reward, +1 or -1, which also records response tokens and accuracy of each rollout."""
 
     __name__ = "rule"
 
@@ -59,7 +61,7 @@ class Rule:
     def __call__(
         self, completions: list[Any], completion_ids: list[list[int]], answer: list[str], **kwargs: Any
     ) -> list[float]:
-        """Judge texts, or the messages that TRL makes of them where prompts are messages."""
+        """Score responses: texts, or messages if the prompts are messages."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
         matches = [ANSWER.search(text) for text in texts]
         right = [
@@ -143,7 +145,7 @@ def main() -> None:
             ),
             callbacks=[clock],
         )
-        trainer.remove_callback(PrinterCallback)  # its summary would stand before the JSON
+        trainer.remove_callback(PrinterCallback)  # stdout must have nothing but the JSON
         trainer.train()
 
     if len(clock.wall) != rollouts or len(rule.tokens) != rollouts:

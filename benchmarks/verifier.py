@@ -1,9 +1,11 @@
-"""Answers per second through a VerifierPool as the trainer uses it: one call with the responses of a
-generation batch, in groups of 16 responses to one prompt, about half of them right. Every verdict is checked:
-the answers' relation is known by construction.
+"""Measure answers per second of a VerifierPool used as in training.
 
-Integer answers go to the `dapo` verifier at the end of 4,000 characters of reasoning. Symbolic answers go to
-`math`: each is right or wrong in a form of its own, so that comparing texts or numbers decides none of them.
+One call has the responses of a generation batch, in groups of 16 responses to one prompt, about half of them
+correct. Every verdict is checked, because correctness is known by construction.
+
+Each answer follows 4,000 characters of reasoning. Integer answers go to the `dapo` verifier, and to `math`.
+Symbolic answers go to `math`. Their form differs from the reference's, so that comparing texts or numbers
+decides none of them.
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ REASONING = (
 
 
 def integer(rng: random.Random) -> list[Item]:
-    """A group of responses to a problem whose answer is an integer, written in the ways that models write
-    one."""
+    """Make a group of responses to a problem with an integer answer, in the formats that models use."""
     number = rng.randrange(-99, 100_000)
     forms: list[Callable[[int], str]] = [
         str,
@@ -46,10 +47,10 @@ def integer(rng: random.Random) -> list[Item]:
 
 
 def symbolic(rng: random.Random) -> list[Item]:
-    """A group of responses to a problem whose answer is a formula: another form of it, or of a neighbour.
+    """Make a group of responses to a problem with a formula as answer.
 
-    The right form is never the reference's text, and no two groups of a kind have the same one as long as the
-    numbers differ."""
+    A response has another form of the reference, or of a similar formula. A correct response never has the
+    reference's text. Two groups of a kind have the same formula only if they have the same numbers."""
     a, b, n = rng.randrange(1, 60), rng.randrange(2, 60), rng.choice((2, 3, 5, 7, 11, 13))
     kinds: list[tuple[str, Callable[[int], str]]] = [
         (f"{a}\\sqrt{{{n}}}", lambda d: f"\\sqrt{{{n * (a + d) ** 2}}}"),
@@ -73,12 +74,13 @@ def symbolic(rng: random.Random) -> list[Item]:
 
 
 def per_second(verifier: str, calls: list[list[Item]], workers: int) -> tuple[float, float, int]:
-    """Answers per second of the fastest call; answers per second of the workers' CPU time, times their
-    number, which is what a machine without other work would do; and how many verdicts are not what they must
-    be."""
+    """Verify all calls.
+
+    Returns: answers per second of the fastest call; the same by the workers' CPU time, as on an idle machine;
+    the number of wrong verdicts"""
     best, cpu, wrong = 0.0, 0.0, 0
     with VerifierPool(verifier, workers) as pool:
-        # starts the workers and imports what they need
+        # Start the workers and their imports.
         pool.verify([("Answer: $x^2$", "x^3")] * 64 * workers)
         for items in calls:
             start, used = time.perf_counter(), cpu_seconds(pool.pids)

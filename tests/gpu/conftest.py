@@ -1,5 +1,4 @@
-"""The GPU suite: `make gpu` on a machine with one GPU. Elsewhere every test says that it was skipped for want
-of CUDA."""
+"""The GPU suite, which `make gpu` runs on a machine with one GPU. Without CUDA its tests are skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def runtime() -> Iterator[object]:
-    """This process as a job of one rank, on the GPU."""
+    """Start this process as a job of one rank on the GPU."""
     from megarl.config.schema import ParallelConfig
     from megarl.parallel import runtime as parallel
 

@@ -1,5 +1,6 @@
-"""One rank with a random model of given sizes: actor, optimizer, engine, residency. For the GPU suite and
-benchmarks/gpu.py; it runs on a CPU too, with tiny sizes, where CI tests it."""
+"""One rank with actor, optimizer, engine and offloading, for the GPU suite and benchmarks/gpu.py.
+
+The model is random with given sizes, or loaded. CI tests it on a CPU with tiny sizes."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ TINY = {
 
 
 def get_sizes(name: str, **changes: Any) -> dict[str, Any]:
-    """A config.json: of a published model, or `tiny`."""
+    """Return the config.json of a published model, or of `tiny`."""
     known = (
         TINY
         if name == "tiny"
@@ -65,8 +66,9 @@ def get_sizes(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def fill(model: torch.nn.Module) -> None:
-    """Random weights that depend on a parameter's name alone, so that both kinds of layers get the same;
-    norms are ones."""
+    """Fill norms with ones, and other parameters with random values that depend only on name and shape.
+
+    Portable and Transformer Engine layers thus get the same weights."""
     with torch.no_grad():
         for name, parameter in rename_to_table(dict(model.named_parameters())).items():
             if "norm" in name:
@@ -78,8 +80,9 @@ def fill(model: torch.nn.Module) -> None:
 
 
 def round_products(model: torch.nn.Module) -> None:
-    """Round what goes into the layers' matrix products, weights and activations, to e4m3 with one scale a
-    tensor, as FP8's forward pass does, in plain torch: how far FP8 may be off, whatever its kernels."""
+    """Round weights and input activations of the layers' matrix products to e4m3, one scale per tensor.
+
+    This simulates FP8's forward pass in plain torch, and so bounds FP8's error without its kernels."""
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
         scale = 448 / tensor.abs().amax().float()
@@ -93,13 +96,15 @@ def round_products(model: torch.nn.Module) -> None:
 
 
 class Scene:
-    """sizes: a config.json, or a Hugging Face folder with the weights; overrides: sections of the
-    configuration."""
+    """One rank's actor, optimizer, engine and offloading.
+
+    sizes: a config.json's values, or a Hugging Face folder with weights
+    overrides: sections of the configuration"""
 
     def __init__(
         self, runtime: Runtime, folder: Path, sizes: Mapping[str, Any] | Path, **overrides: Any
     ) -> None:
-        folder = folder / f"rank{runtime.rank}"  # of its own: no rank reads what another one is writing
+        folder = folder / f"rank{runtime.rank}"  # separate: no rank reads a file that another one is writing
         folder.mkdir(parents=True, exist_ok=True)
         source = folder
         if isinstance(sizes, Path):
@@ -128,7 +133,7 @@ class Scene:
         self.offload.register(tensor_groups(self.actor, self.host))
 
     def local(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
-        """Prompts of 4 tokens, random responses of `tokens` each, all of them right, in one mini-batch."""
+        """Make one mini-batch of prompts of 4 tokens and correct random responses of `tokens` tokens."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(
             2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator
@@ -141,17 +146,17 @@ class Scene:
         )
 
     def logprobs(self, local: TrainBatch) -> torch.Tensor:
-        """Of the response tokens, in order."""
+        """Compute the log-probs of the response tokens, in order."""
         self.offload.onload("old_logprobs", WEIGHTS)
         columns = self.actor.logprob_columns(local, local.micro_batches)
         return columns["logprobs"][local.response_mask]
 
     def gradients(self, local: TrainBatch) -> dict[str, torch.Tensor]:
-        """Of the responses' likelihood, on the host, by the table's names."""
+        """Compute gradients of the supervised loss, float32 on the host, by the weight table's names."""
         self.offload.onload("actor_update", UPDATE)
         self.actor.compute_gradients(local.mini_batches[0], supervised_loss(local))
         named = rename_to_table(dict(self.actor.model.named_parameters()))
-        # Copies, for the buffer that these are views of is emptied when it leaves the device.
+        # Copy: these are views of a buffer that is freed when it is offloaded.
         return {
             name: parameter.main_grad.to("cpu", torch.float32, copy=True)
             for name, parameter in named.items()
@@ -159,7 +164,7 @@ class Scene:
         }
 
     def update(self, local: TrainBatch) -> UpdateResult:
-        """One optimizer step."""
+        """Make one optimizer step."""
         self.offload.onload("actor_update", UPDATE)
         self.actor.begin_step()
         return self.actor.update(local.mini_batches[0], supervised_loss(local))
@@ -172,7 +177,7 @@ class Scene:
 
     @cached_property
     def weight_sync(self) -> WeightSync:
-        """Of the actor's weights; starts the engine, with everything else off the device."""
+        """The sync of the actor's weights. First use offloads everything and starts the engine."""
         self.offload.onload("start", ())
         start_engine(self.engine, self.runtime)
         made = make_weight_sync(self.config, self.runtime, self.sizes, self.actor.model, self.engine)
@@ -186,21 +191,22 @@ class Scene:
         return made
 
     def transfer(self, version: int) -> float:
-        """The actor's weights into the engine; gives GB/s of what arrived, most of it copied within the
-        device."""
+        """Transfer the actor's weights to the engine, and return GB/s of the bytes that arrive.
+
+        Most of them are copied within the device."""
         weight_sync = self.weight_sync
         self.offload.onload("weight_transfer", TRANSFER)
         stats = weight_sync.sync(version)
         return (stats.bytes_local + stats.bytes_received) / stats.seconds / 1e9
 
     def generate(self, prompts: list[list[int]], tokens: int, temperature: float = 1.0) -> list[TokenData]:
-        """Of the engine, whose weights were synced."""
+        """Generate with the engine, whose weights must have been transferred."""
         self.offload.onload("rollout", ENGINE)
         requests = [GenerationRequest(tuple(prompt), seed) for seed, prompt in enumerate(prompts)]
         return self.engine.generate(requests, SamplingParams(tokens, temperature))
 
     def trainers_logprobs(self, prompts: list[list[int]], completions: list[TokenData]) -> torch.Tensor:
-        """What the actor gives to the tokens that the engine drew."""
+        """Compute the actor's log-probs of the tokens that the engine sampled."""
         experience = TrainBatch.build(prompts, [completion.tokens.tolist() for completion in completions])
         experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
         experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
@@ -216,8 +222,13 @@ class Scene:
 
 
 def colocated(scene: Scene) -> dict[str, Any]:
-    """Start, transfer, generate, sleep, train, transfer, wake, generate: what the engine and the trainer say
-    of the same tokens, before and after, and what is on the device in between."""
+    """Run two rounds of transfer, generation and an update, in which engine and trainer share the device.
+
+    Returns:
+        present      tensor groups on the device, after each generation and update
+        answers      generated tokens, by round
+        differences  |log-prob of trainer - log-prob of engine| of each token, by round
+        host         bytes of host memory"""
     prompts = [[3 + i, 9, 4, 5] for i in range(8)]
     local = scene.local(8, 32)
     found: dict[str, Any] = {"present": [], "differences": [], "answers": []}

@@ -1,5 +1,4 @@
-"""(a) Portable layers in bf16 on the GPU: a step of a model of Qwen2.5-0.5B's shape, whose tensor groups are
-offloaded and loaded again."""
+"""Portable layers in bf16 on the GPU, with Qwen2.5-0.5B's shape: updates, offloading, peak memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The GPU suite's own machinery, on a CPU with a tiny model: what it measures and compares there is real, but
-for CUDA."""
+"""Test the GPU suite's Scene on a CPU with a tiny model; only CUDA is missing."""
 
 from __future__ import annotations
 

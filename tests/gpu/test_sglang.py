@@ -1,4 +1,4 @@
-"""(c) SGLang on the trainer's own GPU: start, transfer, generate, sleep, train, transfer, wake, generate."""
+"""SGLang on the trainer's GPU: start, transfer, generate, sleep, train, transfer, wake, generate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megarl.parallel.runtime import Runtime
 from tests.gpu.scene import ENGINE, UPDATE, Scene, colocated, get_sizes
 
-# What an H200 without FlashAttention's wheels has (docs/gpu.md).
+# These work on an H200 without FlashAttention's wheels (docs/gpu.md).
 OPTIONS = {"attention_backend": "triton", "disable_cuda_graph": True}
 
 

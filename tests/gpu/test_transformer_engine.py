@@ -1,6 +1,7 @@
-"""(b) Transformer Engine's layers in bf16 and FP8 against portable ones with the same weights:
-log-probabilities and gradients, within what the arithmetic explains. Several sequences in one pack, so that
-thd attention is what is compared."""
+"""Compare Transformer Engine's layers in bf16 and FP8 with portable layers of the same weights.
+
+Log-probabilities and gradients must agree within rounding errors. A pack has several sequences, so that thd
+attention is tested."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from megarl.parallel.runtime import Runtime
 from tests.gpu.scene import WEIGHTS, Scene, get_sizes, round_products
 
 SIZES = get_sizes("Qwen2.5-7B", num_hidden_layers=2, vocab_size=16000)
-# Mean difference of log-probabilities in nats, and of all gradients together, relative. bf16 has 8 bits of
-# precision, e4m3 4, e5m2 3; the logits of random weights have a standard deviation of about 1. FP8's
-# log-probabilities are off by what rounding to e4m3 in plain torch makes of them, times 1.25.
+# Bounds: mean difference of log-probabilities, nats; relative difference of all gradients together.
+# bf16 has 8 bits of precision, e4m3 4, e5m2 3. The logits of random weights have a standard deviation of
+# about 1. FP8's bound on log-probabilities is 1.25 times the error of rounding to e4m3 in plain torch.
 BF16, FP8_GRADIENTS = (0.03, 0.05), 0.25
 
 pytest.importorskip(
@@ -26,14 +27,15 @@ pytest.importorskip(
 
 
 def results(runtime: Runtime, folder: Path, **model: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and one vector of all gradients, of a second pass: recipe delayed has no scales in
-    its first."""
+    """Return log-probabilities and one vector of all gradients of a second pass.
+
+    In the first pass the recipe `delayed` has no scales."""
     scene = Scene(runtime, folder, SIZES, model=model)
     local = scene.local(6, 300)
     for _ in range(2):
         logprobs, gradients = scene.logprobs(local), scene.gradients(local)
     del scene
-    gc.collect()  # its device and pinned memory is for the next
+    gc.collect()  # free its device and pinned memory for the next scene
     return logprobs, torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
@@ -48,7 +50,7 @@ def rounding(
     portable: tuple[torch.Tensor, torch.Tensor],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> float:
-    """How far portable layers are off whose products get what FP8 would give them, nats."""
+    """Mean error, nats, of portable layers with matrix product inputs rounded to e4m3."""
     scene = Scene(runtime, tmp_path_factory.mktemp("rounded"), SIZES, model={"layers": "portable"})
     round_products(scene.actor.model)
     return float((scene.logprobs(scene.local(6, 300)) - portable[0]).abs().mean())
@@ -90,7 +92,7 @@ def test_fp8(
 
 
 def test_a_checkpoint_is_for_both(runtime: Runtime, tmp_path: Path) -> None:
-    """Written with Transformer Engine's layers, optimizer included, and read with portable ones."""
+    """Portable layers load a checkpoint of Transformer Engine's layers with its optimizer state."""
     from megarl.training.sharded import load_trainable
     from megarl.weights.families import rename_to_table
     from tests.checkpoints import save_model

@@ -1,9 +1,10 @@
-"""A rank on a CUDA device that is not there: its tensors have shapes, types and devices, and no numbers;
-tensors on the CPU are real. Where the two are mixed as a device would not have it, the operation raises.
-What is alive on the device is counted, storage by storage.
+"""Simulate a rank's CUDA device with fake tensors, without a GPU.
 
-Forward and backward: torch's build for CPUs is given a device and a stream by guard.cpp, which needs a C++
-compiler."""
+Tensors on the device have shape, type and device, but no values; tensors on the CPU are real. An operation
+raises if it mixes devices in a way that CUDA refuses. Live storages on the device are counted.
+
+Forward and backward passes work: guard.cpp, which needs a C++ compiler, gives torch's CPU build a device and
+a stream."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from tests.rehearsal.fakecuda import TOTAL, pretend
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 ROUNDED = 512  # bytes to which torch's allocator rounds up (c10/cuda/CUDACachingAllocator.h: kMinBlockSize)
-LARGE = 64 << 20  # bytes of a tensor on the host from which on it takes no memory either
-UNREAD = 8 << 20  # of a copy of a device's tensor: nobody reads its numbers
+LARGE = 64 << 20  # larger tensors on the host, in bytes, are fake too
+UNREAD = 8 << 20  # larger copies of device tensors, in bytes, have no values: nothing reads them
 HOST_FACTORIES = (aten.empty.memory_format, aten.zeros.default)
 SOURCES = ("/megarl/", "/megatron/", "/transformer_engine/")
 needs_compiler = pytest.mark.skipif(
@@ -51,10 +52,10 @@ _GENERATOR = SimpleNamespace(
 
 
 class Memory:
-    """Bytes of the storages that are alive on the device.
+    """Bytes of the live storages on the device.
 
-    now, peak  at this moment, and the most since `reset`
-    at_peak    the same at about the peak (within 1 %), by the line of code that asked for them
+    now, peak  bytes at this moment, and the maximum since `reset`
+    at_peak    bytes at the peak (within 1 %), by the line of code that allocated them
     pinned     bytes of pinned host memory"""
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Memory:
         self._note_peak()
 
     def see(self, tensor: Tensor, operation: Any, *, pinned: bool = False) -> None:
-        """Counts the tensor's storage, if it is new."""
+        """Count the tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live and self._live[key][0]() is storage:
@@ -110,8 +111,9 @@ def _rounded(storage: UntypedStorage) -> int:
 
 
 def _asked_by() -> str:
-    """The innermost line of megarl, Megatron or Transformer Engine that runs, and its caller; nothing of them
-    where C++ goes backward by itself."""
+    """Return the innermost running line of megarl, Megatron or Transformer Engine, and its caller.
+
+    In a backward pass without Python code the result is "autograd"."""
     frame, found = sys._getframe(2), list[str]()
     while frame is not None and len(found) < 2:
         name = frame.f_code.co_filename
@@ -122,7 +124,9 @@ def _asked_by() -> str:
 
 
 class _OnFakeCuda(TorchDispatchMode):
-    """Operations on a CUDA tensor, or that ask for one, in a FakeTensorMode; all others as they are."""
+    """Run operations that have or create a fake tensor in a FakeTensorMode, and all others unchanged.
+
+    Fake are tensors on CUDA, in pinned memory, or larger than LARGE."""
 
     def __init__(self, selected: float, memory: Memory) -> None:
         super().__init__()
@@ -136,14 +140,14 @@ class _OnFakeCuda(TorchDispatchMode):
         asked = None if device is None else torch.device(device).type
         pinned = bool(kwargs.get("pin_memory")) and asked != "cuda"
         large = func in HOST_FACTORIES and asked in (None, "cpu") and prod(args[0]) * 4 > LARGE
-        if asked == "cuda":  # with or without a number
+        if asked == "cuda":  # with or without a device index
             kwargs = {**kwargs, "device": CUDA}
         elif not (pinned or large or any(isinstance(tensor, FakeTensor) for tensor in tensors)):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._sent(func, args)
         first = args[0] if args else None
-        # What comes to the host has zeros in the place of numbers, and no mask of anything is false.
+        # Copies to the host have the value 0, or True if they are masks.
         if func is aten._local_scalar_dense.default:
             return _on_host((), first.dtype).item()
         if func is aten._to_copy.default and asked == "cpu":
@@ -152,9 +156,9 @@ class _OnFakeCuda(TorchDispatchMode):
                 return _on_host(first.shape, dtype)
         elif isinstance(first, Tensor) and not isinstance(first, FakeTensor):
             if func is aten.copy_.default:
-                # What is left unwritten takes no memory.
+                # Memory that is not written is not allocated.
                 return first if first.nbytes > UNREAD else first.fill_(first.dtype == torch.bool)
-            # FakeTensorMode takes an index for what a device takes: one on the host for any tensor.
+            # FakeTensorMode accepts any index. On CUDA, a host tensor must have its index on the host.
             if func in (aten.index.Tensor, aten.index_put_.default) and asked is None:
                 raise RuntimeError(f"{func}: a tensor on the CPU and an index on {CUDA}")
         try:
@@ -163,7 +167,7 @@ class _OnFakeCuda(TorchDispatchMode):
                     out = first.new_empty(round(first.numel() * self.selected))
                 else:
                     out = func(*args, **kwargs)
-        except RuntimeError as error:  # theirs cannot be sent from one process to another
+        except RuntimeError as error:  # torch's subclass cannot be pickled
             raise RuntimeError(f"{func}: {error}") from None
         if not self.memory.paused:
             for made in tree_leaves(out):
@@ -172,9 +176,10 @@ class _OnFakeCuda(TorchDispatchMode):
         return out
 
     def _sent(self, func: Any, args: Any) -> Any:
-        """What a collective of fake tensors gives: the tensors as they were, and work that is done. Where it
-        takes or gives a list, NCCL has one tensor in its place meanwhile (ProcessGroupNCCL.cpp:
-        newLikeFlat)."""
+        """Return a collective's result: the tensors unchanged, and finished work.
+
+        If it has a list of inputs or outputs, NCCL temporarily allocates one flat tensor for it
+        (ProcessGroupNCCL.cpp: newLikeFlat)."""
         from torch._C._distributed_c10d import FakeWork
         from torch.distributed._tools.fake_collectives import CollectiveOp
 
@@ -194,7 +199,7 @@ def _on_host(shape: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _install_guard() -> None:
-    """Builds guard.cpp, once for each torch and text of it, and gives its device to this process."""
+    """Build guard.cpp, once for each torch and modification time, and install its device in this process."""
     torch_folder, source = Path(torch.__file__).parent, Path(__file__).with_name("guard.cpp")
     kind = f"{torch.__version__}-{source.stat().st_mtime_ns:x}-{sys.implementation.cache_tag}"
     library = Path(__file__).parents[2] / "build" / f"guard-{kind}.so"
@@ -209,8 +214,9 @@ def _install_guard() -> None:
 
 
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """Do what `Module.to` and its like do, by new parameters with the old ones' attributes: torch keeps the
-    objects where a tensor becomes another device's, and cannot where one of them is fake."""
+    """Replace `Module._apply`: make new parameters with the attributes of the old ones.
+
+    torch keeps the parameter objects when it moves them, which it cannot do if one of the tensors is fake."""
     for child in module.children() if recurse else ():
         _apply(child, function)
     for name, old in module._parameters.items():
@@ -225,8 +231,9 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 
 
 def _evenly(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Say how many tokens go to each expert where Megatron asks the device, which has no numbers: as many to
-    each, from each rank."""
+    """Give each expert the same number of tokens, from each rank.
+
+    Megatron reads these counts from the device, which has no values here."""
     if point == dispatcher.cuda_dtoh_point:
         ep, local, sent = dispatcher.ep_size, dispatcher.num_local_experts, dispatcher.num_out_tokens
         experts = ep * local
@@ -243,7 +250,7 @@ def _evenly(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
 
 
 def _attention(plain: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **options: Any) -> Tensor:
-    """Choose the kernel as torch does on a device: FlashAttention in 16 bits without a mask."""
+    """Select the attention kernel as torch does on a device: FlashAttention in 16 bits without a mask."""
     if q.device.type != "cuda":
         return plain(q, k, v, attn_mask, **options)
     if k.device != q.device or v.device != q.device:
@@ -259,8 +266,9 @@ def _attention(plain: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = Non
 
 
 def _numbers(data: Any) -> Any:
-    """A list of numbers where some of them are tensors of one: torch.tensor reads those in C++, where no mode
-    is on."""
+    """Replace fake scalar tensors in nested lists by numbers.
+
+    torch.tensor would read them in C++, where dispatch modes are off."""
     if isinstance(data, list | tuple):
         return [_numbers(value) for value in data]
     return data.item() if isinstance(data, FakeTensor) and data.dim() == 0 else data
@@ -268,11 +276,12 @@ def _numbers(data: Any) -> Any:
 
 @contextmanager
 def fake_cuda(selected: float = 0.5, memory: Memory | None = None) -> Iterator[torch.device]:
-    """Pretend a node of H100 with fake tensors, and give this rank's device. To be entered in a process whose
-    Megatron was not led to the CPU (parallel/cpu_platform.py), and which ends when this does: torch keeps the
-    guard.
+    """Simulate a node of 8 H100 with fake tensors, and yield this rank's device.
 
-    selected: the share of a mask that is true, as of a router's the experts of a token are of all."""
+    Enter it only in a process whose Megatron was not redirected to the CPU (parallel/cpu_platform.py). The
+    process must end afterwards, because torch keeps the guard.
+
+    selected: the true share of a mask; of a router's mask it is experts per token / experts"""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     memory = memory or Memory()
@@ -325,10 +334,11 @@ def fake_cuda(selected: float = 0.5, memory: Memory | None = None) -> Iterator[t
             patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr(FakeTensorMode, "avoid_device_init", True)
         patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
-        # A build for CPUs has no kernel of CUDA, and takes apart what is one operation there. With this it
-        # asks for the whole, which never comes to the kernel.
+        # torch's CPU build has no CUDA kernel, and decomposes an operation that is one kernel on CUDA. With
+        # this registration it dispatches one operation; the fake mode intercepts it before the kernel.
         kernels = torch.library.Library("aten", "IMPL")
         kernels.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is one moved there
+        # torch.tensor(..., device="cuda") then makes a CPU tensor and moves it.
+        torch._C._set_only_lift_cpu_tensors(True)
         with _OnFakeCuda(selected, memory):
             yield CUDA

@@ -1,5 +1,6 @@
-"""torch.cuda as on a node of 8 H100: every question has an answer, and nothing is there. For what is decided
-before a kernel runs."""
+"""Patch torch.cuda so that it answers all queries like a node of 8 H100, without a GPU.
+
+It tests decisions that are made before a kernel runs."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ H100 = SimpleNamespace(
 
 
 def pretend(patch: pytest.MonkeyPatch, devices: int = 8, version: str = "13.0") -> list[tuple[Any, ...]]:
-    """Until `patch` is undone. Gives the calls, (name, arguments), that would have changed something on a
-    device, as they are made."""
+    """Patch torch.cuda until `patch` is undone.
+
+    Returns: a list that records as (name, *arguments) the calls that would act on a device"""
     calls: list[tuple[Any, ...]] = []
     answers = {
         "is_available": True,

@@ -1,7 +1,8 @@
-"""The GPU audit: every place of megarl that calls CUDA, NCCL, Transformer Engine, Megatron or SGLang, or
-decides by the device, with what it relies on in them and what holds that. The places are found in the
-sources; what is known of them is in gpu_audit.yaml. `python -m tests.rehearsal.gpu_audit` writes
-docs/evidence/gpu_audit.md from both."""
+"""The GPU audit: a table of all code in megarl that depends on the device or on a GPU library.
+
+Such a site calls CUDA, NCCL, Transformer Engine, Megatron or SGLang, or compares devices. Sites are found in
+the sources. gpu_audit.yaml has, for each site, its assumptions about the libraries and the tests of them.
+`python -m tests.rehearsal.gpu_audit` writes docs/evidence/gpu_audit.md from both."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from megarl.parallel.internals import read_table
 ROOT = Path(__file__).parents[2]
 TABLE, PAGE = Path(__file__).with_suffix(".yaml"), ROOT / "docs" / "evidence" / "gpu_audit.md"
 LIBRARIES = ("megatron", "transformer_engine", "sglang", "torch_memory_saver")
-# Where torch itself is called as it is with CUDA alone, by the beginning of what is written.
+# Prefixes of torch's names that are used only with CUDA.
 CUDA = re.compile(r"torch\.(cuda|backends\.cuda|version\.cuda|get_device_module|accelerator)\b")
 COLLECTIVE = re.compile(r"(dist|distributed)\.[a-z_]+$")
 VARIABLE = re.compile(r"(NVTE|NCCL|CUDA|TORCH|TORCHINDUCTOR|SGLANG|PYTORCH|GLOO|SYNC|LD|KINETO)_[A-Z0-9_]+")
-# Methods and arguments that do something else, or do it at another time, where there is a GPU.
+# Methods and arguments that behave differently, or asynchronously, on a GPU.
 METHODS = {
     *("resize_", "from_dlpack", "_foreach_copy_", "_foreach_zero_", "pin_memory", "is_cuda"),
     *("record_stream", "wait_stream", "record_event", "wait_event"),
     *("_fp8_workspaces", "_dummy_wgrads", "fuse_wgrad_accumulation", "compile_threads"),
-    # Marks of parameters, which Megatron's and Transformer Engine's layers and optimizers read.
+    # Attributes of parameters that layers and optimizers of Megatron and Transformer Engine read.
     *("allreduce", "tensor_model_parallel", "partition_dim", "partition_stride"),
 }
 ARGUMENTS = {"pin_memory", "non_blocking", "device", "out_dtype", "map_location"}
@@ -36,9 +37,12 @@ DEVICES = ("cuda", "cpu", "nccl")
 
 
 class Site(NamedTuple):
-    """A place of megarl. call: what is written there, shortened: a name (`torch.cuda.synchronize`,
-    `GPTModel`), a method (`.resize_`), an argument (`pin_memory=`), an environment variable, a comparison
-    with a device (`is cuda`), the name of one (`"nccl"`), a key of an engine's arguments (`tp_size:`)."""
+    """A site in megarl.
+
+    call: the abbreviated code, in one of these forms:
+        name `torch.cuda.synchronize`, `GPTModel`; method `.resize_`; argument `pin_memory=`
+        comparison with a device `is cuda`; name of a device or backend `"nccl"`
+        environment variable; key of an engine's arguments `tp_size:`"""
 
     file: str
     function: str
@@ -46,12 +50,12 @@ class Site(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is known of some places.
+    """A row of the table: an assumption that some sites make, and its checks.
 
-    what    they rely on
-    lines   of libraries, as "package path:line text of that line"
-    tests   that hold it without a GPU, as "path::name"
-    read    what a reading found that no test can hold, beginning with its date"""
+    what    the assumption
+    lines   lines of libraries, as "package path:line text of that line"
+    tests   tests of it that need no GPU, as "path::name"
+    read    date and result of a code review, for what no test can check"""
 
     topic: str
     sites: tuple[Site, ...]
@@ -62,7 +66,7 @@ class Row(NamedTuple):
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the places of one file, each with its line."""
+    """Collect the sites of one file with their lines."""
 
     def __init__(self, file: str) -> None:
         self.file, self.found = file, list[tuple[Site, int]]()
@@ -77,7 +81,7 @@ class _Finder(ast.NodeVisitor):
         self._scope.append(node.name)
         for part in (*node.decorator_list, *node.args.defaults, *node.args.kw_defaults, *node.body):
             if part is not None:
-                self.visit(part)  # not the annotations, which run nothing
+                self.visit(part)  # annotations are not executed
         self._scope.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -171,7 +175,7 @@ class _Finder(ast.NodeVisitor):
 
 @cache
 def _members(file: str) -> frozenset[str]:
-    """Return the attributes of the libraries' objects that a file uses, by the table of internals."""
+    """Return the attributes of library objects that a file uses, according to the table of internals."""
     own = Path(file).name
     entries = [entry for package in read_table().values() for entry in package.internals]
     names = {entry.name for entry in entries if own in [Path(user).name for user in entry.user.split(", ")]}
@@ -179,7 +183,7 @@ def _members(file: str) -> frozenset[str]:
 
 
 def find(text: str, file: str) -> list[tuple[Site, int]]:
-    """Return the places in the source of a file, with their lines."""
+    """Return the sites in the source of a file, with their lines."""
     finder = _Finder(file)
     finder.visit(ast.parse(text))
     return finder.found
@@ -187,8 +191,9 @@ def find(text: str, file: str) -> list[tuple[Site, int]]:
 
 @cache
 def sites() -> dict[Site, list[int]]:
-    """Return all places of megarl with their lines. The module that puts the CPU in CUDA's place is left out:
-    where there is CUDA it is not entered."""
+    """Return all sites of megarl with their lines.
+
+    parallel/cpu_platform.py, which replaces CUDA by the CPU, is left out: it does not run with CUDA."""
     found: dict[Site, list[int]] = {}
     for path in sorted((ROOT / "megarl").rglob("*.py")):
         name = path.relative_to(ROOT / "megarl").as_posix()
@@ -200,7 +205,7 @@ def sites() -> dict[Site, list[int]]:
 
 @cache
 def read_rows() -> list[Row]:
-    """Return gpu_audit.yaml."""
+    """Return the rows of gpu_audit.yaml."""
     rows = []
     for section in yaml.safe_load(TABLE.read_text(encoding="utf-8"))["topics"]:
         for row in section["rows"]:
@@ -217,13 +222,13 @@ def read_rows() -> list[Row]:
 
 
 def defects() -> list[tuple[str, list[str]]]:
-    """Return what was found wrong and mended, each with its tests."""
+    """Return the defects that were found and fixed, each with its tests."""
     found = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["defects"]
     return [(defect["what"], defect["tests"]) for defect in found]
 
 
 class Line(NamedTuple):
-    """A line of a library: package, file within its wheel, number from 1, and text that it contains."""
+    """A line of a library: package, file within its wheel, line number from 1, and text in that line."""
 
     package: str
     path: str
@@ -232,20 +237,20 @@ class Line(NamedTuple):
 
 
 def library_line(written: str) -> Line:
-    """Return one of a row's `lines`."""
+    """Parse one of a row's `lines`."""
     package, place, text = written.split(" ", 2)
     path, _, number = place.rpartition(":")
     return Line(package, path, int(number), text)
 
 
 def versions() -> dict[str, str]:
-    """Return which version of each library the lines are of."""
+    """Return the version of each library that the lines refer to."""
     found: dict[str, str] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))["versions"]
     return found
 
 
 def moved(package: str, folder: Path) -> list[str]:
-    """Return the lines of a package that are not where the table has them, of its files below `folder`."""
+    """Return the package's lines that are not where the table has them; its files are in `folder`."""
     wrong = []
     for line in {library_line(text) for row in read_rows() for text in row.lines}:
         if line.package == package:
@@ -258,7 +263,7 @@ def moved(package: str, folder: Path) -> list[str]:
 
 
 def page() -> str:
-    """Return docs/evidence/gpu_audit.md."""
+    """Return the text of docs/evidence/gpu_audit.md."""
     head = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     rows, lines = read_rows(), sites()
     tested, alone = sum(bool(row.tests) for row in rows), sum(bool(row.read) for row in rows)
@@ -309,12 +314,12 @@ def _cells(row: Row, lines: dict[Site, list[int]]) -> str:
 
 
 def without_our_lines(text: str) -> str:
-    """Return the page without the numbers of megarl's own lines, which move with every change there."""
+    """Return the page without line numbers of megarl, which change with every edit."""
     return re.sub(r"(\w):[\d,]+ `", r"\1: `", text)
 
 
 def skeleton() -> Iterator[str]:
-    """Yield the places that no row has, as gpu_audit.yaml writes them."""
+    """Yield the sites without a row, in the format of gpu_audit.yaml."""
     left = dict.fromkeys(sites())
     for row in read_rows():
         for site in row.sites:

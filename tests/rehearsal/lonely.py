@@ -1,10 +1,9 @@
-"""One rank of a large job with all that it does in a step, on a device that is not there and without the
-other ranks: what its memory needs, phase by phase.
+"""Measure the device memory of one rank of a large job, phase by phase, without a GPU and other ranks.
 
-Real are megarl's phases, models, residency, weight sync and checkpoints, Megatron's schedule, DDP and
-optimizer, packs and columns. The device's tensors have no numbers (fake_tensors.py), process groups carry
-nothing, other ranks are taken to answer as this one does; the engine is another process, of which this rank
-has the buckets alone."""
+Real are megarl's phases, models, offloading, weight sync and checkpoints, Megatron's schedule, DDP and
+optimizer, packs and columns. The device's tensors are fake and have no values (fake_tensors.py). Collectives
+transfer nothing: other ranks are assumed to give the same answers as this one. The engine is a separate
+process, which does not run; this rank has only the transfer buckets."""
 
 from __future__ import annotations
 
@@ -63,14 +62,15 @@ COMMON = {
 
 
 def complete(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of a known model's sizes."""
+    """Complete a known model's sizes to a config.json."""
     return {**COMMON, "architectures": [ARCHITECTURES[sizes["model_type"]]], **sizes}
 
 
 @contextmanager
 def alone(rank: int, world: int) -> Iterator[None]:
-    """This process as a rank of a job whose others are not there: process groups do nothing, and what others
-    are asked for is what this one says."""
+    """Make this process a rank of a job without the other ranks.
+
+    Process groups do nothing, and objects gathered from other ranks are copies of this rank's."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start, group = dist.init_process_group, dist.new_group
@@ -99,8 +99,9 @@ def alone(rank: int, world: int) -> Iterator[None]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", started)
+        # Megatron requests a backend for its groups: all of them get the fake one.
         patch.setattr(dist, "new_group", grouped)
-        # No message's shapes are looked at, and Megatron asks for backends of the groups it has made.
+        # Replace the functions in every module of megarl that has imported them.
         for name, answer in answers.items():
             original = getattr(comm, name)
             for module in [m for key, m in sys.modules.items() if key.partition(".")[0] == "megarl"]:
@@ -120,8 +121,9 @@ def alone(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def neighbours() -> Iterator[None]:
-    """Pipeline stages before and after this one, which tell the shapes of their tensors: activations come in
-    the order of the micro-batches, gradients in that in which this stage's outputs went."""
+    """Supply the tensor shapes that the previous and next pipeline stages would send.
+
+    Activations arrive in the order of the micro-batches, gradients in the order of this stage's outputs."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     sent: deque[list[int]] = deque()
@@ -150,8 +152,7 @@ def neighbours() -> Iterator[None]:
 
 
 class Engine(SGLangEngine):
-    """This rank's side of an engine whose processes are not there: the buckets from which they would
-    copy."""
+    """This rank's side of an engine without processes: the buckets from which they would copy."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -159,7 +160,7 @@ class Engine(SGLangEngine):
 
 
 def build_lonely_run(config: Config, hf: Mapping[str, Any], runtime: Runtime) -> Run:
-    """Build the models of a run, from sizes alone."""
+    """Build a run's models from sizes, without weights."""
     folder: Any = SimpleNamespace(config=dict(hf), path=config.model.path)
     config_json = read_hf_config(config.model.path)
     offload = OffloadManager(runtime.device, never_offloaded(config, gpu=True))
@@ -175,7 +176,7 @@ def build_lonely_run(config: Config, hf: Mapping[str, Any], runtime: Runtime) ->
 
 
 def connect(run: Run) -> None:
-    """Add an engine and the weight sync to it."""
+    """Add an engine and its weight sync to the run."""
     engine = Engine(run.config, run.folder.config, run.runtime.rank, run.runtime.device, (1,))
     run.engine = engine
     weight_sync = make_weight_sync(run.config, run.runtime, run.folder.config, run.actor.model, engine)
@@ -186,8 +187,11 @@ def connect(run: Run) -> None:
 
 
 def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, TrainBatch]:
-    """A batch of sequences as long as can be, for so many updates, in each of which a replica has as many
-    full packs as its pipeline needs to be filled."""
+    """Make a batch of sequences of maximum length for `updates` updates of each model.
+
+    In each update a replica has enough full packs to fill its pipeline.
+
+    Returns: the configuration with mini-batches of that size and one epoch, and the batch"""
     length, prompt = plan.longest, config.data.max_prompt_tokens
     packs = plan.layout.pp * (2 if plan.layout.vpp > 1 else 1)
     size = plan.layout.dp * packs * max(1, config.update.tokens_per_micro_batch // length)
@@ -208,11 +212,12 @@ def batch_of(config: Config, plan: PlanInputs, updates: int) -> tuple[Config, Tr
 
 
 def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2) -> list[dict[str, Any]]:
-    """What a rank of this pipeline stage has at most on its device, in each phase of value pretraining and of
-    a step, and while it is built, saved and continued; beside it the plan's parts, without the engine's and
-    the contexts, which this process does not see.
+    """Measure the peak device memory of a rank of this pipeline stage, phase by phase.
 
-    hf: the model's config.json, whole (`complete`)"""
+    The phases are those of value pretraining and of a step, and construction, checkpoint and continuation.
+    Each row has the plan's parts, too, except the engine's and the contexts, which are not in this process.
+
+    hf: the complete config.json of the model (`complete`)"""
     plan = make_plan_inputs(config, hf)
     layout = plan.layout
     rank = next(rank for rank in range(layout.world) if layout.coords(rank).pp == stage)
@@ -271,7 +276,10 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
         watch("actor")
         watch("critic")
         run = build_lonely_run(config, hf, runtime)
-        for name, model in run.models.items():  # as after the first update, or after a checkpoint
+        for (
+            name,
+            model,
+        ) in run.models.items():  # the moments exist after the first update or a loaded checkpoint
             run.offload.onload("start", {f"{name}.weights", f"{name}.optimizer"})
             for optimizer in model.optimizers:
                 sharded.allocate_moments(optimizer.optimizer)
@@ -292,7 +300,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
                     with enforced(phase, step):
                         FUNCTIONS[phase.name](run, step)
                 note(label, phase_need(plan, phase, stage) if phase.on_gpu else None)
-        # All ranks' parts make a whole; this one's alone do not.
+        # Skip the check that all ranks' parts are complete: there is only one rank.
         patch.setattr(HostCopier, "_agree", lambda self, plan: None)
         copiers = {name: HostCopier(runtime) for name in run.models}
         for name, model in run.models.items():
@@ -303,7 +311,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
             note(f"checkpoint: {name}", checkpoint_need(plan, name, stage))
         patch.setattr(sharded, "check_trainable", lambda _: None)
         patch.setattr(sharded.dist_checkpointing, "load", _loaded)
-        run.offload.onload("end", ())  # a run that continues has made no pass yet
+        run.offload.onload("end", ())  # a continued run has made no pass yet
         for name, model in run.models.items():
             run.residency.onload_for_checkpoint(name)
             gc.collect()
@@ -318,8 +326,9 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
 
 
 def _loaded(wanted: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What Megatron's `load` gives: it fills the tensors of the state that it is given, those of the model in
-    their place, and has its factories put parts together."""
+    """Return a state dict as Megatron's `load` does, without reading a checkpoint.
+
+    Megatron fills the tensors of the given state in place, and its factories merge the parts."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
     from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factory_merges
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess

@@ -1,12 +1,13 @@
-"""Prints what one rank of a job would have at most on its GPU, phase by phase, beside `megarl plan`.
+"""Print the simulated peak GPU memory of one rank of a job, phase by phase, next to `megarl plan`.
 
 python -m tests.rehearsal.peaks configs/vapo_32b.yaml [configs/...] [--stage N] [--layers N]
                                 [--explain PHASE] [key=value ...]
 
-For each configuration the first pipeline stage, one between and the last, each in a process of its own
-(lonely.py): a minute or two of CPU time and less than 2 GiB each. Models are those that megarl knows by name,
-without weights. --layers: so many layers in the place of all; --explain: the lines of code whose tensors were
-alive at a phase's peak. Transformer Engine's layers need its Python half: `make test-te` installs it."""
+Each configuration is measured on the first, second and last pipeline stage, each in a separate process
+(lonely.py). A process takes a minute or two of CPU time and less than 2 GiB. Models are those that megarl
+knows by name, without weights. --layers replaces the number of layers. --explain prints the lines of code
+whose tensors were alive at a phase's peak. Transformer Engine's layers need its Python half:
+`make test-te` installs it."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ Rows = list[dict[str, Any]]
 
 
 def sizes(config: Config, layers: int | None) -> dict[str, Any]:
-    """The model's sizes, with another number of layers."""
+    """Return the model's sizes, with another number of layers unless `layers` is None."""
     known = dict(planning_config(config.model.path)[1])
     return known if layers is None else {**known, "num_hidden_layers": layers}
 
 
 def stages_of(config: Path, overrides: Sequence[str]) -> list[int]:
-    """The first pipeline stage, the one behind it, and the last."""
+    """Return the first, second and last pipeline stage."""
     loaded = load_config(config, list(overrides))
     pp = make_plan_inputs(loaded, sizes(loaded, None)).layout.pp
     return sorted({0, min(1, pp - 1), pp - 1})
@@ -46,7 +47,7 @@ def stages_of(config: Path, overrides: Sequence[str]) -> list[int]:
 def measured(
     config: Path, overrides: Sequence[str], stage: int, *, updates: int = 1, layers: int | None = None
 ) -> Rows:
-    """What lonely.py:measure says of one rank, in a process that has imported nothing."""
+    """Run lonely.py:measure for one rank in a fresh process, and return its rows."""
     order = {
         "config": str(config),
         "overrides": list(overrides),
@@ -54,7 +55,7 @@ def measured(
         "updates": updates,
         "layers": layers,
     }
-    # Not the kernels that compute on a CPU (tests/te/compiled), which Python would import at its start.
+    # Omit the kernels that compute on a CPU (tests/te/compiled), which Python would import at startup.
     path = [folder for folder in sys.path if Path(folder).name != "compiled"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.peaks", "--order"],
@@ -72,7 +73,7 @@ def measured(
 
 
 def carry_out(order: dict[str, Any]) -> Rows:
-    """Measures what `measured` orders, in this process."""
+    """Carry out an order of `measured` in this process."""
     config = load_config(Path(order["config"]), order["overrides"])
     if config.model.layers != "portable":
         from tests.rehearsal import te_shapes
@@ -84,7 +85,7 @@ def carry_out(order: dict[str, Any]) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """Markdown, GiB; rows without a plan are what no phase of it stands for."""
+    """Format rows as Markdown, in GiB; a row without planned bytes has no counterpart in the plan."""
     lines = ["| phase | stage | seen, GiB | planned, GiB | planned / seen |", "|---|---|---|---|---|"]
     for row in rows:
         seen, planned = row["measured"] / GIB, row["planned"] / GIB
@@ -104,7 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.order:
         out = os.dup(1)
-        os.dup2(2, 1)  # what libraries print
+        os.dup2(2, 1)  # libraries print to stdout, which is for the JSON
         rows = carry_out(json.loads(sys.stdin.read()))
         with os.fdopen(out, "w") as pipe:
             json.dump(rows, pipe)

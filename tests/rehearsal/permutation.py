@@ -1,6 +1,8 @@
-"""Compares Transformer Engine's kernels that put a mixture's tokens in the order of their experts
-(`model.permute_fusion`) with Megatron's own operations, and prints what is unequal. A program: Triton has to
-know before its first kernel that it is to interpret them."""
+"""Compare Transformer Engine's token permutation kernels with Megatron's operations.
+
+`model.permute_fusion` selects the kernels, which sort a mixture's tokens by expert. Prints the names of
+unequal results, or "equal". This is a program, because Triton's interpreter must be enabled before the first
+kernel is defined."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from megarl.parallel.cpu_platform import _TorchWithoutCuda
 
 
 def kernels() -> Any:
-    """The kernels' callers, without the compiled half of their package."""
+    """Import the functions that call the kernels, without the compiled half of their package."""
     found = importlib.util.find_spec("transformer_engine")
     assert found is not None and found.submodule_search_locations
     [root] = map(Path, found.submodule_search_locations)
@@ -44,7 +46,7 @@ def kernels() -> Any:
 
 
 def unequal(fused: Any, dtype: torch.dtype, tokens: int, hidden: int, experts: int, topk: int) -> list[str]:
-    """What of a permutation, its way back and the sorting of other ranks' chunks is not Megatron's."""
+    """Return which results of permute, unpermute and sorting ranks' chunks differ from Megatron's."""
     from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
     generator = torch.Generator().manual_seed(tokens)
@@ -65,7 +67,7 @@ def unequal(fused: Any, dtype: torch.dtype, tokens: int, hidden: int, experts: i
     limit = 1e-6 if dtype == torch.float32 else 0.02
     same["sums"] = bool((back.double() - exact).abs().max() < limit)
 
-    sizes = torch.randint(0, 5, (2 * experts,), generator=generator)  # of two ranks' chunks; some are empty
+    sizes = torch.randint(0, 5, (2 * experts,), generator=generator)  # chunks of two ranks; some are empty
     order, total = torch.arange(2 * experts).reshape(2, experts).T.ravel(), int(sizes.sum())
     chunks, of_each = torch.randn(total, hidden, generator=generator).to(dtype), torch.rand(total)
     ours = sort_chunks_by_idxs(chunks, sizes, order, probs=of_each)
@@ -76,7 +78,7 @@ def unequal(fused: Any, dtype: torch.dtype, tokens: int, hidden: int, experts: i
 
 
 if __name__ == "__main__":
-    # It would measure which of its settings is the quickest.
+    # The autotuner would time its settings: use the first.
     Autotuner.run = lambda self, *a, **k: self.fn.run(*a, **k, **self.configs[0].kwargs)  # type: ignore[method-assign]
     fused = kernels()
     sizes = ((37, 64, 8, 3), (16, 128, 16, 8))

@@ -1,5 +1,6 @@
-"""One rank of a large job without the others: its process groups are torch's `fake` ones, whose collectives
-do nothing."""
+"""One rank of a large job without the others.
+
+Its process groups are torch's `fake` ones, whose collectives do nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def rank_of(layout: Layout, rank: int, device: torch.device = CPU) -> Iterator[Runtime]:
-    """This process as `rank` of a job of that layout, on the CPU or on a device that is not there
-    (fake_tensors.py); what it builds must not wait for a message's contents."""
+    """Make this process `rank` of a job with that layout, on the CPU or a fake device (fake_tensors.py).
+
+    Code in this context must not depend on the contents of messages."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if device == CPU:

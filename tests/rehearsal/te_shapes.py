@@ -1,9 +1,12 @@
-"""Transformer Engine's kernels by shape alone: its Python half then runs on fake CUDA tensors, and what it
-keeps for the backward pass, caches and gives back is what it would be on a device.
+"""Replace Transformer Engine's kernels by functions that only allocate tensors of the right shapes.
 
-Where tests/te/compiled computes on a CPU, each function here allocates what the C++ source that it names
-there returns, and workspaces that are more than a few rows. Megatron's fused activations, which torch
-compiles on a device, are here too: run step by step they would need several times the memory."""
+Its Python half then runs on fake CUDA tensors: it saves, caches and returns the same tensors as on a device.
+
+The functions of tests/te/compiled compute on a CPU and name their C++ sources. Each function here allocates
+the result of that source, and workspaces that are more than a few rows.
+
+Megatron's fused activations are replaced, too: torch compiles them on a device, and as separate operations
+they would need several times the memory."""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ PYTHON_HALF = ROOT / ".te-cpu"
 
 
 def install() -> None:
-    """Imports Transformer Engine over these kernels. To be called before Megatron is imported, in a process
-    of its own."""
+    """Import Transformer Engine with these kernels.
+
+    Call it in a separate process, before Megatron is imported."""
     assert not any(name.startswith("megatron.core") for name in sys.modules), "Megatron has looked for it"
     if importlib.util.find_spec("transformer_engine") is None:
         sys.path.append(str(PYTHON_HALF))
-    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # no library of CUDA is looked for
+    os.environ.setdefault("NVTE_PROJECT_BUILDING", "1")  # do not search for CUDA libraries
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     source = ROOT / "tests/te/compiled/transformer_engine_torch.py"
     spec = importlib.util.spec_from_file_location("transformer_engine_torch", source)
@@ -54,7 +58,7 @@ def install() -> None:
     choose = attention.get_attention_backend
 
     def choose_for_tensors(parameters: Any) -> Any:
-        """FusedAttention knows its own classes and torch's plain one."""
+        """Report fake tensors as plain ones: FusedAttention accepts only Tensor and its own classes."""
         if issubclass(parameters.qkv_type, FakeTensor):
             parameters = replace(parameters, qkv_type=Tensor)
         return choose(parameters)
@@ -64,7 +68,7 @@ def install() -> None:
 
 
 def _fuse_activations() -> None:
-    """One kernel each, which allocates what it gives (megatron/core/fusions/fused_bias_swiglu.py)."""
+    """Make each activation allocate only its result, like one kernel (fusions/fused_bias_swiglu.py)."""
     fused: Any = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
 
     def half(y: Tensor, *_: Any) -> Tensor:
@@ -76,7 +80,9 @@ def _fuse_activations() -> None:
 
 
 class _Shapes:
-    """kernels: tests/te/compiled/transformer_engine_torch.py as a module, whose functions these replace."""
+    """Shape-only kernels.
+
+    kernels: the module tests/te/compiled/transformer_engine_torch.py, whose functions these replace"""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -95,7 +101,7 @@ class _Shapes:
         return self.kernels._te()
 
     def _parts(self, t: Any, columnwise: bool) -> None:
-        """The copy that a product reads must have been made."""
+        """Raise if an operand lacks the copy that the product reads."""
         te, data = self._te, t
         if isinstance(t, te.PerTensorStorage):
             transposed = columnwise and self.kernels.NEEDS_TRANSPOSES
@@ -217,7 +223,7 @@ class _Shapes:
             made = torch.empty_like(input, dtype=self._dtype(otype)) if ln_out is None else ln_out
             return made, None, rows
         te = self._te
-        # Delayed and MX scaling are fused into the norm's kernel; the others have its whole output first.
+        # Delayed and MX scaling are fused into the norm's kernel; other recipes need its unquantized output.
         fused = isinstance(quantizer, te.Delayed | te.MX)
         whole = input if fused else torch.empty_like(input, dtype=self._dtype(otype))
         return self.quantize(whole, quantizer, ln_out), None, rows
@@ -240,7 +246,7 @@ class _Shapes:
 
     def fused_attn_bwd(self, *arguments: Any) -> list[Tensor | None]:
         q, k, v = arguments[19:22]
-        # cuDNN's workspace: the sum of queries' gradients in float32, and a number for each query and head.
+        # cuDNN's workspace: query gradients accumulated in float32, and one number per query and head.
         workspace = [
             q.new_empty(q.shape, dtype=torch.float32),
             q.new_empty(q.shape[:-1], dtype=torch.float32),

@@ -1,6 +1,6 @@
-"""Every branch of megarl that only CUDA takes, entered once on a node that is made up (fakecuda.py): what is
-asked of the device, in which order, and that no name in it is wrong. What the device would compute is not
-tested here."""
+"""Run every CUDA-only branch of megarl once on a simulated node (fakecuda.py).
+
+Tested are the device calls, their order, and the names in these branches, but not numerical results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ CUDA, GIB = torch.device("cuda", 0), 2**30
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The device calls of a test, on a node of 8 H100."""
+    """Simulate a node of 8 H100 and record the device calls of a test."""
     return pretend(monkeypatch)
 
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each tensor was asked for in pinned memory, which only CUDA's torch has."""
+    """Record `pin_memory` of each torch.empty and ignore it: only torch for CUDA has pinned memory."""
     asked: list[bool] = []
     empty = torch.empty
 
@@ -78,7 +78,7 @@ class TestStart:
 
     @pytest.fixture
     def joined(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-        """A job of one rank whose NCCL groups are torch's fake ones; what was asked of init_process_group."""
+        """Use fake process groups for a job of one rank; record the arguments of init_process_group."""
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         asked: list[Any] = []
@@ -249,13 +249,13 @@ class TestEngines:
 
 
 def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
-    """sync/transfer.py: nobody else may read what is still being written."""
+    """In sync/transfer.py, a transfer on CUDA ends with a synchronize: others may then read the weights."""
     box: Box = ((0, 4),)
     shards = [(0, {"w": Shard((4,), (Region("w", box, box),))})]
     plan = make_plan(shards, shards, formats={}, gpus_per_node=8)
     source, target = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
     moved = transfer.Transfer(plan, 0, source, target, 1024)
-    moved.run()  # allocates where the tensors are
+    moved.run()  # allocates buffers on the tensors' device, the CPU
     moved._device = CUDA
     moved.run()
     assert torch.equal(target["w"], source["w"]) and [name for name, *_ in calls] == ["synchronize"]
@@ -355,13 +355,12 @@ class TestPreflight:
         monkeypatch.setattr(preflight, "cudnn_problem", lambda: "cuDNN 9.19.0 is found")
         with pytest.raises(ConfigError, match=r"cuDNN 9\.19\.0 is found"):
             preflight._check_machine(make_config(), "cuda")
-        portable = {"path": Path("x"), "layers": "portable"}  # which need none
+        portable = {"path": Path("x"), "layers": "portable"}  # they do not use cuDNN
         preflight._check_machine(make_config(model=portable), "cuda")
 
     @pytest.fixture
     def described(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-        """The keys of a model of 32B that is described by its config.json, where nothing else is
-        installed."""
+        """Return the keys of a 32B model with only a config.json; optional packages are not installed."""
         (tmp_path / "config.json").write_text(json.dumps(get_sizes("Qwen2.5-32B")))
         folder = ModelDescription(tmp_path, read_config(tmp_path))
         monkeypatch.setattr(preflight, "check_model", lambda *a, **k: folder)
@@ -375,7 +374,7 @@ class TestPreflight:
     def test_what_does_not_fit_the_device_is_refused(
         self, calls: list[Any], described: dict[str, Any]
     ) -> None:
-        """The whole of it, up to the memory of the GPU that is there."""
+        """The whole preflight runs, up to the check against the GPU's memory."""
         config = make_config(model=described, parallel={"tp": 1, "device": "cuda"})
         with pytest.raises(ConfigError, match=r"x\.yaml: .*GiB"):
             preflight.preflight(config, "x.yaml", world=8)
@@ -383,7 +382,7 @@ class TestPreflight:
     def test_a_replay_asks_for_no_engine(
         self, calls: list[Any], described: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Neither for room on the GPUs, nor for its packages, nor for the data; nor for those of logs."""
+        """A replay needs no engine memory, engine packages, data or packages of loggers."""
         parallel, rollout = {"tp": 8, "device": "cuda"}, {"engine_memory": 0.05}
         for engine, refusal in (
             ("transformers", "phase rollout needs"),

@@ -1,5 +1,4 @@
-"""What a rank computes on a CUDA device, with tensors that have no numbers (fake_tensors.py): everything is
-where the next operation wants it."""
+"""Check that every operation on fake CUDA tensors has its tensors on the right device."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ EXPERTS, TOPK, LAYERS = 8, 3, 2
 
 
 def mixed_devices() -> list[str]:
-    """Which of some operations that a device would refuse, or would do, are refused."""
+    """Return which of the operations raise on fake tensors."""
     refused = []
     with fake_cuda() as device:
         there, here = torch.ones(4, device=device), torch.ones(4)
@@ -32,7 +31,7 @@ def mixed_devices() -> list[str]:
             "a sum in place": lambda: counts.add_(places),
             "an indexed sum": lambda: counts.index_add_(0, places, places),
             "an index of the host's tensor": lambda: here[places],
-            # What a device does:
+            # A device accepts these:
             "a number times a tensor": lambda: there * torch.ones(()),
             "an index from the host": lambda: there[counts],
             "moves": lambda: (there.cpu() + here, here.to(device) + there, here.copy_(there)),
@@ -57,8 +56,9 @@ def test_mixed_devices_are_refused() -> None:
 
 
 def passes_of_a_mixture(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, float]]:
-    """The columns of a counted pass without gradients of an actor or critic with an optimizer, whose routers
-    are given the engine's choice, and what its routers have counted."""
+    """Run a forward pass of an actor or critic whose routers replay the engine's choice.
+
+    Returns: shape and device of each column, and the routers' metrics"""
     from megarl.model import builder
     from megarl.model.hf_config import read_hf_config
     from megarl.model.routing import start_counting

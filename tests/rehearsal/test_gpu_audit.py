@@ -1,7 +1,7 @@
 """The table docs/evidence/gpu_audit.md is complete and up to date.
 
-Every call in megarl that only a GPU reaches has a row. Every row is of such calls, has a check, and names
-things that exist."""
+Every site in megarl that depends on a GPU has a row. Every row has such sites and a check, and refers to
+existing tests and lines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ ROWS = read_rows()
 
 
 def test_every_place_has_a_row_and_every_row_its_places() -> None:
-    """Otherwise: python -m tests.rehearsal.gpu_audit prints what is missing, gpu_audit.yaml says how a row is
-    written."""
+    """Run python -m tests.rehearsal.gpu_audit to list missing sites in gpu_audit.yaml's format."""
     counts = Counter(site for row in ROWS for site in row.sites)
     there = set(gpu_audit.sites())
     assert sorted(there - set(counts)) == [], "places without a row"
@@ -41,7 +40,7 @@ def test_every_row_has_a_check() -> None:
 
 @cache
 def defined(file: str) -> frozenset[str]:
-    """The functions of a file of tests, those of classes as Class::function."""
+    """Return the functions of a test file, methods as Class::function."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return frozenset(
         prefix + node.name
@@ -65,13 +64,13 @@ def test_the_tests_that_rows_and_defects_name_exist() -> None:
 
 
 def test_no_named_test_needs_a_gpu() -> None:
-    """tests/gpu is skipped without one, but for the suite's own rehearsal."""
+    """Tests in tests/gpu are skipped without a GPU, except test_scene_on_cpu.py."""
     files = {test.partition("::")[0] for row in ROWS for test in row.tests}
     assert {file for file in files if file.startswith("tests/gpu/")} <= {"tests/gpu/test_scene_on_cpu.py"}
 
 
 def test_the_page_is_what_the_table_says() -> None:
-    """But for the numbers of megarl's own lines, which each change of a file moves."""
+    """Line numbers of megarl are ignored, because every edit changes them."""
     written, made = (
         gpu_audit.without_our_lines(text) for text in (PAGE.read_text(encoding="utf-8"), gpu_audit.page())
     )
@@ -111,15 +110,18 @@ def test_what_is_a_place(text: str, calls: list[str]) -> None:
 
 
 def test_members_of_the_table_of_internals_are_places() -> None:
-    """Methods of Megarl's own would be called the same: only files that the table names are looked at."""
+    """Attributes in the table of internals count only in the files that it names.
+
+    Megarl's own methods may have the same names."""
     text = "class A:\n    def f(self, chunk):\n        chunk.zero_grad_buffer()"
     assert [site.call for site, _ in find(text, "training/model.py")] == [".zero_grad_buffer"]
     assert find(text, "training/objectives.py") == []
 
 
 def test_lines_of_libraries() -> None:
-    """Of each that is installed as the lock has it: in `make rehearse` Transformer Engine and SGLang, in
-    `make rehearse-gpu` all."""
+    """The table's library lines are at their places, for libraries installed in the locked version.
+
+    `make rehearse` has Transformer Engine and SGLang, `make rehearse-gpu` has all."""
     looked = []
     for package, version in gpu_audit.versions().items():
         try:

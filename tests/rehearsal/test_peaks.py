@@ -1,5 +1,6 @@
-"""What a rank of the shipped runs has at most on its GPU, on fake CUDA tensors, beside the plan: few layers
-of the real widths, in each place of the pipeline. `make rehearse-memory` measures whole models."""
+"""Compare the planned memory of shipped runs with the peak measured on fake CUDA tensors.
+
+Models have the real widths but few layers. `make rehearse-memory` measures whole models."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ needs_te = pytest.mark.skipif(
     reason="needs Transformer Engine's Python half: make rehearse",
 )
 pytestmark = needs_compiler
-SLOW = pytest.mark.slow  # `make rehearse` has them
-LIMIT = 500.0  # seconds: one takes 15 of them where nothing else runs
+SLOW = pytest.mark.slow  # run by `make rehearse`
+LIMIT = 500.0  # seconds; a measurement takes 15 s on an idle machine
 
 
 def portable(config: Path, layers: int, stage: int, *overrides: str) -> Rows:
-    """Measures a rank whose layers are portable."""
+    """Measure a rank with portable layers."""
     from tests.rehearsal.lonely import complete, measure
 
     loaded = load_config(config, [*PORTABLE, *overrides])
@@ -43,7 +44,7 @@ def forked(*arguments: Any) -> Rows:
 
 
 def without(what: str, *arguments: Any) -> Any:
-    """The same with a defect of before; what it is refused with, where it is."""
+    """Measure the same with an earlier defect; return the error's message if it raises RuntimeError."""
     from megarl.model import builder
     from megarl.training import model
 
@@ -62,8 +63,9 @@ def without(what: str, *arguments: Any) -> Any:
 
 
 def near(rows: Rows, least: float = 0.9, most: float = 1.1) -> None:
-    """The plan of every phase is within a tenth of what was seen, a few buffers aside: those do not grow with
-    the layers, of which there are few here."""
+    """Check that every phase's plan is within a tenth of the measured peak, -0.5 GiB or +0.2 GiB.
+
+    The GiB are for buffers that do not grow with the layers, of which there are few here."""
     found = {row["phase"]: (row["planned"] / GIB, row["measured"] / GIB) for row in rows if row["planned"]}
     assert found
     for planned, seen in found.values():
@@ -80,15 +82,16 @@ def test_stages_of_a_dense_run(stage: int) -> None:
     assert {"construction: critic", "critic_update", "rollout", "weight_transfer"} < phases
     assert {"checkpoint: actor", "continuation: critic"} < phases
     assert ("value_pretraining: critic_update" in phases) == (stage == 2)
-    # What stays while the engine is awake, which has been promised the rest.
+    # Tensors that stay while the engine is awake: the plan gives all other memory to the engine.
     assert all(row["stays"] < 0.6 * GIB for row in rows if row["phase"].endswith("rollout"))
 
 
 @SLOW
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_a_mixture(recompute: str) -> None:
-    """Copies of tokens on their way to experts and back were not in the plan: for 30B-A3B on 32 H100 it was
-    5 GiB too low."""
+    """The plan contains the copies of tokens that are dispatched to experts and combined.
+
+    Without them it was 5 GiB too low for 30B-A3B on 32 H100."""
     same = ("parallel.dp=8", "model.recompute_layers=null", f"model.recompute={recompute}")
     near(forked(MIXTURE, 2, 0, *same))
 
@@ -97,8 +100,9 @@ def test_a_mixture(recompute: str) -> None:
 @SLOW
 @pytest.mark.parametrize("recipe", ["none", "tensorwise", "blockwise"])
 def test_transformer_engines_layers(recipe: str) -> None:
-    """What its modules keep for the backward pass, and the FP8 copies of weights; without these in the plan
-    the shipped 32B, 30B-A3B and 72B ran out of memory."""
+    """The plan contains tensors that the modules save for the backward pass, and FP8 copies of weights.
+
+    Without them the shipped 32B, 30B-A3B and 72B would run out of memory."""
     fp8 = f"model.fp8.format={'none' if recipe == 'none' else 'e4m3'}"
     fp8 += "" if recipe == "none" else f" model.fp8.recipe={recipe}"
     rows = measured(
@@ -118,15 +122,16 @@ def test_transformer_engines_layers(recipe: str) -> None:
     [("counters on the device", "cpu"), ("a loss on the device", "cpu")],
 )
 def test_defects_of_mixtures_would_have_been_found(defect: str, found: str) -> None:
-    """Both ended the first pass on a device, and no run on a CPU has seen them."""
+    """Two defects that fail the first pass on a device, but no run on a CPU, raise on fake tensors."""
     problem = in_a_fork(without, defect, MIXTURE, 2, 0, "parallel.dp=8", limit=LIMIT)
     assert isinstance(problem, str) and "device" in problem and found in problem
 
 
 @SLOW
 def test_a_checkpoint_gathers_a_bucket() -> None:
-    """Twice, in float32, of all that a stage behind the first trains: before this was in the plan, 72B at tp
-    4, pp 2 would have ended at its first checkpoint."""
+    """A checkpoint gathers two float32 copies of all trained parameters of a stage other than the first.
+
+    Before the plan contained them, 72B at tp 4, pp 2 would have run out of memory at its first checkpoint."""
     rows = forked(DAPO, 4, 1, "parallel.pp=2", "parallel.dp=2", "model.recompute_layers=1")
     [saved] = [row for row in rows if row["phase"] == "checkpoint: actor"]
     assert saved["measured"] > 2 * (saved["planned"] - saved["parts"]["gathered bucket"])

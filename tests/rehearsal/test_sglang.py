@@ -1,5 +1,4 @@
-"""What an engine on 8 H100 is given, through SGLang's own code: its arguments, its resolution of them, the
-handles of a weight transfer."""
+"""Check an engine's inputs on 8 H100 with SGLang's own code: arguments and transfer handles."""
 
 from __future__ import annotations
 
@@ -31,8 +30,9 @@ LENGTHS = {"max_response_tokens": 20480}
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """8 H100, before the first import of sglang, which asks what there is. Its kernels are stood for where
-    they are not installed."""
+    """Simulate 8 H100 before the first import of sglang, which queries the devices.
+
+    Stubs replace SGLang's kernels if they are not installed."""
     from megarl.rollout.engines import sglang_host  # noqa: F401 (installs the stubs)
 
     patch = pytest.MonkeyPatch()
@@ -44,7 +44,7 @@ def node() -> Iterator[None]:
 def engine_on(
     folder: Path, rank: int = 0, sizes: dict[str, Any] | None = None, **rollout: Any
 ) -> SGLangEngine:
-    """The engine of a rank on CUDA, tp 8 unless `rollout` says so, not started; Qwen2.5-32B's sizes."""
+    """Make a rank's engine on CUDA, not started; the defaults are tp 8 and Qwen2.5-32B's sizes."""
     sizes = sizes or get_sizes("Qwen2.5-32B")
     (folder / "config.json").write_text(json.dumps(sizes))
     make_tokenizer(400).save_pretrained(folder)
@@ -71,7 +71,7 @@ def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[
     engine = engine_on(tmp_path, weights_dtype=weights, engine_options=options)
     assert engine.process is not None
     server = ServerArgs(**engine.process.arguments)
-    server.resolve_once()  # as Engine does; it names what contradicts itself, or the model, or the device
+    server.resolve_once()  # as Engine does; raises on contradictory arguments
     server.check_server_args()
     found = server.resolved_dict()
     wanted = {
@@ -96,11 +96,11 @@ def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[
         [128, 128] if weights == "fp8_block" else None
     )
     if not options:
-        assert found["cuda_graph_config"]["decode"]["max_bs"] == 256  # every batch that may run has its graph
+        assert found["cuda_graph_config"]["decode"]["max_bs"] == 256  # a graph for every batch size
 
 
 def test_experts_go_through_the_runner_whose_order_is_written(tmp_path: Path) -> None:
-    """The default runner of Blackwell has an expert's gate and up swapped."""
+    """SGLang's default runner on Blackwell swaps an expert's gate and up projections."""
     from sglang.srt.server_args import ServerArgs
 
     experts = {
@@ -120,8 +120,9 @@ def test_experts_go_through_the_runner_whose_order_is_written(tmp_path: Path) ->
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 def test_parameters_of_fp8_blocks_are_those_of_the_plan(model_type: str) -> None:
-    """SGLang's own methods make them: of a linear layer, of experts, and of attention, whose scales of an FP8
-    KV cache are the engine's alone."""
+    """SGLang's own methods create the parameters of a linear layer, of experts and of attention.
+
+    The scales of attention's FP8 KV cache are not transferred: only the engine has them."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 
@@ -163,11 +164,13 @@ def test_an_engine_of_half_a_node_begins_at_its_own_device(tmp_path: Path) -> No
 
 
 def cuda_reduction(nbytes: int, device: int) -> tuple[Any, tuple[Any, ...]]:
-    """What torch's own reduction makes of a uint8 tensor on a device, whose driver's answers are made up."""
+    """Reduce a uint8 tensor on a device by torch's own code, with simulated answers of the driver."""
     storage = SimpleNamespace(
         _untyped_storage=SimpleNamespace(device=torch.device("cuda", device)),
         is_sparse=False,
-        _weak_ref=torch.zeros(1).untyped_storage()._weak_ref,  # torch remembers what it has shared
+        _weak_ref=torch.zeros(1)
+        .untyped_storage()
+        ._weak_ref,  # torch keeps a weak reference to shared storages
         _share_cuda_=lambda: (device, b"h" * 64, nbytes, 0, b"r", 0, b"e" * 64, True),
     )
     tensor = SimpleNamespace(
@@ -189,7 +192,7 @@ def cuda_reduction(nbytes: int, device: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 class OnDevice:
-    """Pickled as torch pickles a tensor of a device."""
+    """An object that is pickled like a CUDA tensor."""
 
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self.device = nbytes, device
@@ -203,8 +206,7 @@ class OnDevice:
 
 
 def test_sglang_unpickles_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the unpickler that refuses every name that it does not know; what torch would open is what the
-    rank has shared."""
+    """SGLang's unpickler, which refuses unknown names, accepts a handle and rebuilds the rank's tensor."""
     from sglang.srt.utils.common import MultiprocessingSerializer, SafeUnpickler
 
     rebuilt: list[tuple[Any, ...]] = []
@@ -240,7 +242,7 @@ def test_a_rank_of_an_engine_on_cuda_leaves_its_environment_alone(
 
 
 def test_the_ranks_of_an_engine_agree_on_each_token(tmp_path: Path) -> None:
-    """SGLang's sampler reads this variable as it is imported."""
+    """SGLang's sampler reads SYNC_TOKEN_IDS_ACROSS_TP at import."""
     from sglang.srt.layers import sampler
 
     engine = engine_on(tmp_path)

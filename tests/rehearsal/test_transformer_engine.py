@@ -1,6 +1,7 @@
-"""Transformer Engine's real modules as megarl has Megatron build them: names, shapes, marks, checkpoints,
-recipes, the optimizer; and ranks of the 32B run at their real widths. Their compiled half is that of
-tests/te/compiled; nothing is computed."""
+"""Check Transformer Engine's real modules as Megatron builds them for megarl.
+
+Tested are names, shapes, parameter attributes, checkpoints, recipes and the optimizer, and ranks of the 32B
+run at their real widths. The compiled half is that of tests/te/compiled; no forward pass runs."""
 
 from __future__ import annotations
 
@@ -70,12 +71,13 @@ def settings(
 def build(kind: str, config: Config, hf: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from megarl.model import builder
 
-    monkeypatch.setattr(builder, "check_device", lambda *_: None)  # of FP8's recipes, tested elsewhere
+    # The check of FP8 recipes is tested elsewhere.
+    monkeypatch.setattr(builder, "check_device", lambda *_: None)
     return getattr(builder, f"build_{kind}")(config, hf, runtime)
 
 
 def as_laid_out(model: Any, hf: Any, runtime: Any, kind: str) -> None:
-    """Names and shapes are those of the one table that loading, export and the engine's plan come from."""
+    """Check names and shapes against the table that loading, export and the engine's plan use."""
     wanted = megatron_layout(hf.to_dict(), runtime.layout, critic=kind == "critic")[runtime.rank][1]
     found = {
         name: tuple(value.shape) for name, value in rename_to_table(dict(model.named_parameters())).items()
@@ -84,16 +86,17 @@ def as_laid_out(model: Any, hf: Any, runtime: Any, kind: str) -> None:
 
 
 def well_marked(model: Any, *, sequence: bool) -> None:
-    """Each parameter says whether tensor-parallel ranks hold different parts of it, and along which side;
-    what each of them has whole, while it sees a part of the tokens, says that its gradients are to be added
-    up."""
+    """Check the parameters' attributes.
+
+    A parameter that is split over tensor-parallel ranks has its dimension. With sequence parallelism, a
+    replicated one is marked `sequence_parallel`, so that its gradients are summed over these ranks."""
     for name, parameter in model.named_parameters():
         whole = "norm" in name or "router" in name or "value_head" in name
         if ".experts." in name:
             assert parameter.allreduce is False, name
         if whole:
             assert not getattr(parameter, "tensor_model_parallel", False), name
-            heads = "q_layernorm" in name or "k_layernorm" in name  # Megatron knows these by their names
+            heads = "q_layernorm" in name or "k_layernorm" in name  # Megatron finds these by name
             assert heads or bool(getattr(parameter, "sequence_parallel", False)) == sequence, name
         else:
             row = ".linear_proj." in name or ".linear_fc2." in name
@@ -101,7 +104,7 @@ def well_marked(model: Any, *, sequence: bool) -> None:
 
 
 def from_transformer_engine(model: Any) -> None:
-    """No layer is another's by mistake: matrix products, norms and attention."""
+    """Check that all linear layers, norms and attention are Transformer Engine's."""
     parts = [
         module
         for module in model.chunks[0].decoder.modules()
@@ -123,7 +126,7 @@ def test_attention_may_take_the_kernels_that_were_asked_for(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {kernels: f"NVTE_{kernels.upper()}_ATTN" for kernels in ("flash", "fused", "unfused")}
-    for name in names.values():  # which Megatron sets; what was there is put back
+    for name in names.values():  # Megatron sets them; monkeypatch restores the earlier values
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     config = settings()
@@ -139,8 +142,9 @@ def test_attention_may_take_the_kernels_that_were_asked_for(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actor and critic, with each kind of recomputation and FP8 recipe, and with grouped experts; their
-    checkpoints have the names of the portable layers'."""
+    """Layers are correct with each kind of recomputation, FP8 recipe, and grouped experts.
+
+    Checkpoints have the same names as those of portable layers."""
     from megatron.core import fp8_utils
 
     from megarl.training.sharded import EXTRA, model_state
@@ -170,7 +174,7 @@ def test_layers(family: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 def test_fused_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron takes it, and Triton's interpreter finds that the kernels do what Megatron's operations do."""
+    """Megatron gets the option, and the kernels match Megatron's operations in Triton's interpreter."""
     import subprocess
     import sys
 
@@ -186,8 +190,9 @@ def test_fused_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron takes it where it is, and residency finds its tensors: FP32 weights; moments come with the
-    first step."""
+    """Megatron selects FusedAdam, and the tensor groups contain its FP32 weights.
+
+    Moments are created by the first step."""
     from megarl.parallel.offload_group import HostPool
     from megarl.training.model import TrainableModel
     from megarl.training.tensor_groups import tensor_groups
@@ -215,8 +220,9 @@ def test_the_optimizer_is_transformer_engines(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("rank", [0, 3, 37, 127])
 def test_ranks_of_the_32b_run(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tp 8, pp 4, dp 4 at configs/vapo_32b.yaml's widths, of 64 layers 8, with FP8: the first stage, one
-    between and the last."""
+    """Layers are correct on the first, a middle and the last stage of tp 8, pp 4, dp 4, with FP8.
+
+    The widths are those of configs/vapo_32b.yaml, with 8 of 64 layers."""
     known = {key: value for key, value in KNOWN_MODELS["Qwen2.5-32B"].items() if key in SIZES}
     hf = make_config("qwen2", **{**known, "num_hidden_layers": 8, "max_position_embeddings": 32768})
     layout = Layout(tp=8, pp=4, dp=4, ep=1)
