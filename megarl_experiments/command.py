@@ -69,7 +69,7 @@ class Budget:
         return not self.is_spent
 
     def exit_code(self, codes: Sequence[int]) -> int:
-        """Return the largest of `codes`; without one, 75 if the budget left runs, else 0."""
+        """Return the largest of `codes`. If there is none, return 75 if runs are left to do, else 0."""
         if self.is_spent:
             print("--hours or --most reached; run the same command to continue", flush=True)
         return max(codes, default=Interrupted.code if self.is_spent else 0)
@@ -145,7 +145,7 @@ def _ablate_protocol(
     into: Path | None,
     given: Options,
 ) -> int:
-    """Run missing seeds and decide rows; log settings of tuning seeds."""
+    """Run missing seeds and decide rows. With tuning seeds, log the settings and their results."""
     tuning = bool(given.seeds)
     settings = replace(given, seeds=given.seeds or protocol.fresh_seeds)
     tables = protocol.tables()

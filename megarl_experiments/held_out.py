@@ -1,7 +1,12 @@
 """Compare held-out curves of finished runs at equal cost.
 
-A curve is a JSON object: recipe, seed, `evaluations` (step, problem set, accuracy, 95 % interval),
-`value_pretraining` and `steps` (tokens and seconds)."""
+A curve is a JSON object:
+
+recipe, seed
+evaluations        step, `of` (problem set or task), `problems` (number of answers), `right` (accuracy),
+                   `low` and `high` (95 % interval)
+value_pretraining  total of each SPENT metric (tokens, seconds)
+steps              step, and its STEP metrics"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ STEP = (  # a curve's metrics of a step
     *("policy/clip_fraction_low", "policy/clip_fraction_high", "value/explained_variance"),
     *("rollout/tokens", "time/step"),
 )
+# metrics of cost
 SPENT = ("rollout/tokens", "time/step")
 FIGURES = {  # file -> problem set, title
     "held_out": ("all", "Right answers, held-out problems of the tasks that are trained on"),
@@ -67,7 +73,9 @@ def measure_seconds(curve: Curve) -> dict[str, float]:
 
 
 def take_minimum(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the smallest seconds of a row's runs, which other load disturbed least."""
+    """Return the smallest step and pretraining times of a row's runs.
+
+    Other load on the machine disturbed the fastest run least."""
     return {name: min(run[name] for run in seconds) for name in ("step_seconds", "value_pretraining_seconds")}
 
 
@@ -116,7 +124,9 @@ def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[
 
 
 def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
-    """Return seed -> accuracy of the last evaluation on set `of`."""
+    """Return seed -> accuracy of the last evaluation.
+
+    of: problem set or task"""
     return {
         run["seed"]: [evaluation["right"] for evaluation in run["evaluations"] if evaluation["of"] == of][-1]
         for run in runs
@@ -126,7 +136,7 @@ def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
 def score_rows(rows: Rows, equal: str) -> tuple[str, dict[str, dict[int, float]]]:
     """Return where rows are compared, in words, and row -> seed -> accuracy there.
 
-    equal: "tokens", or "steps" for the last step"""
+    equal: what compared rows have in common: "tokens" (the same number), or "steps" (the last step)"""
     if equal == "steps":
         return "after the last step", {row: score_at_end(runs) for row, runs in rows.items()}
     tokens, scores = score_at_equal_cost(rows, "rollout/tokens")

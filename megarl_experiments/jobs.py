@@ -38,7 +38,8 @@ def run_jobs(jobs: Iterable[Job], at_most: int, limit: float) -> Generator[Ended
     """Start the jobs in order, `at_most` at a time, and yield each when it ends.
 
     limit: seconds per job. Closing the generator ends the running jobs. Each has its own session, so that
-    Ctrl-C reaches only the parent. Use the main thread: Linux ends a job with the thread that started it."""
+    Ctrl-C reaches only the parent. Call this in the main thread: Linux terminates a job when the thread that
+    started it ends (`follow_launcher`)."""
     remaining_jobs = iter(jobs)
     running: list[tuple[Job, subprocess.Popen[bytes], float]] = []  # with start times
     try:

@@ -16,7 +16,8 @@ TERMS, MAX_TERM = 4, 4
 SHORTEST, LONGEST = 16, 36
 COUNTERS = string.ascii_lowercase + string.ascii_uppercase  # names of the countdown's lines
 
-# Share of additions that are one too large, equal to that of correct ones: sharpening gains nothing.
+# Share of additions that are one too large. Correct ones have the same share, so a policy that only becomes
+# more certain gains nothing.
 HABIT = 0.45
 # Share of other errors. A tenth of responses have only correct additions.
 SLIP = 0.10
@@ -45,7 +46,7 @@ class DelayedSum(NamedTuple):
 
 
 def sample_problem(rng: random.Random) -> DelayedSum:
-    """Sample a problem. A small model learns the few different additions well."""
+    """Sample a problem. Few different additions occur, so that a small model learns them well."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
     return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 

@@ -1,6 +1,7 @@
 """reasoning-gym's tasks (extra `gym`), and their scorers as a verifier.
 
-Import only in processes with a fixed hash seed (verifier workers, gym.py's), on which some tasks depend."""
+To generate or grade, import this only in a process with a fixed PYTHONHASHSEED: some tasks depend on it.
+Verifier workers and the generator process of gym.py have one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ OPENING, CLOSING = "<answer>", "</answer>"
 _SUGGESTED = 3
 # Metadata's keys of a correct answer.
 _EXAMPLES = ("example_correct_answer", "example_answer", "possible_answer")
-_MIXES = "composite"  # mixes other tasks, like an entry's `tasks`
+_MIXES = "composite"  # reasoning-gym's task that mixes others; use the key `tasks` of a `gym` entry instead
 
 
 def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) -> ProceduralDataset:
@@ -58,7 +59,7 @@ def make_task(name: str, parameters: Mapping[str, Any], seed: int, size: int) ->
         if hasattr(config, "validate"):
             config.validate()
         return cast(ProceduralDataset, dataset(config))
-    except Exception as error:  # of any kind, for invalid values
+    except Exception as error:  # reasoning-gym raises many types for invalid values
         what = f"{type(error).__name__}: {error}".split("\n")[0]
         raise ConfigError(f"{name}: reasoning-gym refuses its parameters {arguments}: {what}") from error
 
@@ -131,7 +132,7 @@ def known_answer(task: ProceduralDataset, entry: Mapping[str, Any]) -> str:
 
 
 def pack_entry(task: str, parameters: Mapping[str, Any], entry: Mapping[str, Any], answer: str) -> str:
-    """Return JSON for `verify`. Raises TypeError if JSON lacks a type."""
+    """Return JSON for `verify`. Raises TypeError for a value that `_packed` cannot convert."""
     record = {"task": task, "parameters": dict(parameters), "entry": _packed(dict(entry)), "answer": answer}
     return json.dumps(record, ensure_ascii=False)
 
@@ -215,7 +216,8 @@ def verify(response: str, entry: str) -> Verdict:
         raise
     except Exception as error:  # noqa: BLE001 (recorded with the verdict)
         correct_answer, _ = restrict_answer(record["task"], record["answer"], record["entry"])
-        float(scorer(correct_answer, unpack_entry(entry)["entry"]))  # else the scorer is at fault
+        # If the scorer also raises here, it is at fault, and the error propagates.
+        float(scorer(correct_answer, unpack_entry(entry)["entry"]))
         text = str(error).split("\n")[0]
         return Verdict(
             False,

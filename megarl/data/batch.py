@@ -24,18 +24,19 @@ _PARTS = ("tokens", "cu_seqlens", "response_mask")
 
 @dataclass
 class RolloutBatch:
-    """The n sequences of a step: columns, equal on every rank, and this rank's tokens.
+    """The n sequences of a step. Columns are equal on every rank. Tokens are only this rank's.
 
     lengths           int64 [n], prompt, response and observations
     response_lengths  int64 [n], sampled tokens
     prompt_lengths    int64 [n]
     owners            int64 [n], rank with the tokens (see parallel/delivery.py); None: every rank has all
     columns           name -> Tensor [n]
-    rows              int64 [m], ascending, sequences with tokens on this rank
-    own               these sequences, with columns [T] only, of the same names on every rank
+    rows              int64 [m], ascending, indices of the sequences whose tokens are on this rank
+    own               the sequences `rows`, with per-token columns [T] only; every rank has the same columns
     groups            empty if read from disk
     errors            verifier error -> count
-    records           on rank 0, row -> response to show"""
+    records           on rank 0, row -> response to show
+    events            lines for the run's log"""
 
     lengths: Tensor
     response_lengths: Tensor
@@ -106,7 +107,7 @@ class TrainBatch:
     columns        name -> Tensor, [T] or [n]
 
     `training.batch.make_train_batch` sets these:
-    rows           int64 [n], in the RolloutBatch
+    rows           int64 [n], index of each sequence in the RolloutBatch
     mini_batches   the actor's micro-batches by mini-batch, in update order
     critic_mini_batches  likewise, for each critic
 
@@ -168,7 +169,7 @@ class TrainBatch:
 
     @property
     def prompt_lengths(self) -> Tensor:
-        """Tokens before the response, int64 [n]; all if it is empty."""
+        """Tokens before the response, int64 [n]. If it is empty, all tokens of the sequence."""
         start, end = self.cu_seqlens[:-1], self.cu_seqlens[1:]
         sampled_positions = torch.cat([self.response_mask.nonzero().squeeze(-1), self.cu_seqlens[-1:]])
         return torch.minimum(sampled_positions[torch.searchsorted(sampled_positions, start)], end) - start
@@ -262,10 +263,11 @@ class MicroBatch:
     token_indices      int64 [r] on the host, the labels' positions in the TrainBatch
     at                 int64 [r] on the host, the labels' positions in the pack
     routing            the engine's experts, host [layers, t, topk] (model/routing.py)
-    others             int64 or int32 [T, k] on the host, more tokens whose log-probs are needed
+    others             int64 or int32 [T, k] on the host, k more candidate tokens at each position whose
+                       log-probs are needed (top-k of a teacher or the old policy)
 
-    Under context parallelism, token_indices and at are the whole pack's, other fields this rank's, with r
-    padded to the same number on each rank. Two more are set:
+    Under context parallelism, `token_indices` and `at` describe the whole pack. The other fields describe
+    this rank's part, with r padded to the same number on each rank. Two more fields are set:
     cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
     order              int64 [r], index of each label in the concatenation over ranks"""
 

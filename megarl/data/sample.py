@@ -41,7 +41,8 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
                      0 for observations
     finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
-    policy_versions  int32 [num_tokens], of the sampling weights; None: the group's, or unknown
+    policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: all tokens have
+                     the version of the SampleGroup, or versions are unknown
     routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
     turn_rewards     float64 [num_tokens], each turn's reward on its last token
@@ -110,10 +111,11 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     reward            score, reward terms and overlong penalty combined
     overlong_penalty  <= 0
     reflects          whether the text has one of `log.reflection_words`; None: none configured
-    oldest_version    lowest policy version of sampled tokens; None: the group's
+    oldest_version    lowest policy version of sampled tokens; None: that of the SampleGroup
     experts_format    dtype and shape of one token's `routed_experts`; None: not recorded
-    id                unique within a run; 0: no longer needed
+    id                unique within a run; 0: not assigned
     num_tokens        with observations; 0 means `num_sampled`
+    turns, calls      model turns and tool calls of the episode
     prefix_tokens     sampled by earlier steps (`rollout.window`)
     data              None on every rank but the owner"""
 
@@ -192,7 +194,9 @@ class SampleGroup:
 
     @property
     def counted(self) -> list[Sample]:
-        """Graded samples to train on: none if only one of several, which lacks a comparison."""
+        """Graded samples to train on.
+
+        Empty if only one of several samples is graded, because it has no other to be compared with."""
         graded_samples = [sample for sample in self.samples if sample.graded]
         return graded_samples if len(graded_samples) > 1 or len(self.samples) == 1 else []
 

@@ -37,7 +37,8 @@ COLUMNS = (
     ),
     ("other", ("contexts",)),
 )
-# A configuration within this factor of the best is called as good: estimates are no more precise.
+# A configuration whose step takes at most this factor of the best one's time counts as equally good, because
+# estimates have larger errors.
 CLOSE = 1.02
 BALANCE = {
     "equal": "requests stay with the engine that they were given to",

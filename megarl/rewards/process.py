@@ -23,9 +23,9 @@ from megarl.rewards.sandbox import Supervised, restrict
 
 START_LIMIT = 60.0  # seconds; importing sympy from a busy network file system is slow
 FAILED_STARTS = 3
-# Not caused by the process, whose memory limit comes before the kernel's SIGKILL.
+# The process did not cause these signals: its own memory limit stops it before the kernel's OOM killer would.
 FROM_OUTSIDE = {f"signal {number:d}" for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)}
-# Others (ranks, devices, keys) must not reach such a process.
+# Other environment variables (ranks, devices, API keys) must not reach such a process.
 _KEPT_ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR")
 # Results must not depend on a set's order.
 _OWN_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -78,7 +78,7 @@ class LimitedProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def connect(self, settings: dict[str, Any]) -> str | None:
-        """Wait until the process is ready, else return the reason. Raises as `receive`."""
+        """Wait until the process is ready. If it cannot start, return the reason. Raises as `receive`."""
         self._loop = loop = asyncio.get_running_loop()
         self._answers = asyncio.StreamReader(limit=self._longest)
         protocol = asyncio.StreamReaderProtocol(self._answers)
@@ -103,7 +103,8 @@ class LimitedProcess:
             async with asyncio.timeout(limit):
                 line = await self._answers.readline()
         except TimeoutError:
-            async with asyncio.timeout(0.01):  # the answer is there if this process was suspended
+            # If this process (the parent) was suspended, the answer may have arrived meanwhile.
+            async with asyncio.timeout(0.01):
                 line = await self._answers.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -113,6 +114,7 @@ class LimitedProcess:
             raise ValueError("a message is nested too deeply") from None
 
     async def finish(self) -> str:
+        """Do as `end`, but do not block the event loop while waiting."""
         if not self._ended:
             if self._transports and self._answers.at_eof():
                 await self._wait_async(_END_LIMIT)
@@ -209,7 +211,7 @@ def plain_environment() -> dict[str, str]:
 def follow_parent() -> None:
     """Start a thread that ends this process and its group after the parent.
 
-    Input may not end then, as another child of the parent may keep the pipe open."""
+    The end of standard input is no sure sign: another child of the parent may keep the pipe open."""
     parent = os.getppid()
 
     def follow() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
 CONNECTION = 5.0  # seconds
-QUESTION = 30.0  # seconds for quick calls; a health check takes up to 20
+QUESTION = 30.0  # timeout of calls without generation, seconds; a health check takes up to 20
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
@@ -68,11 +68,15 @@ class Models(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
+    """The result of a command, such as a weight update."""
+
     success: bool
     message: str = ""
 
 
 class Span(msgspec.Struct):
+    """Consecutive tokens that one weight version sampled."""
+
     version: str
 
 
@@ -122,7 +126,9 @@ async def call(session: aiohttp.ClientSession, url: str, limit: float, kind: typ
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """Open a session without idle connections, which servers may close during requests."""
+    """Open a session that uses each connection once.
+
+    A server may close a kept-alive connection just as it is used again."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -182,9 +188,10 @@ async def identify(
 
 
 def _differs(model: ModelInfo, ours: Path, hf_config: Mapping[str, Any]) -> str:
-    """Describe how a server's model differs, or "". Other shapes would crash the server.
+    """Describe how a server's model differs from the run's, or return "".
 
-    Compares its folder if it exists here, else its name."""
+    Compares tensor shapes if the server's folder exists on this machine, else only the name. Weights of other
+    shapes would crash the server."""
     folder = Path(model.model_path)
     if (folder / "config.json").is_file():
         try:
