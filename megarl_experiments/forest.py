@@ -37,10 +37,11 @@ def write(
     text = markdown(protocol, outcomes, powers, tried, note)
     (folder / "table.md").write_text(text, encoding="utf-8")
     rows = [
-        {**vars(one), "row": one.row.row, "seeds": [*one.seeds], "verdict": one.verdict} for one in outcomes
+        {**vars(entry), "row": entry.row.row, "seeds": [*entry.seeds], "verdict": entry.verdict}
+        for entry in outcomes
     ]
     content = {"protocol": protocol.model_dump(mode="json", exclude={"folder"}), "note": note, "rows": rows}
-    content["power"] = [{**vars(one), "row": one.row.row} for one in powers]
+    content["power"] = [{**vars(entry), "row": entry.row.row} for entry in powers]
     write_json(folder / "table.json", {**content, "tried": tried})
     draw(outcomes).savefig(folder / "forest.png", dpi=200, metadata={"Software": None})
     write_page(protocol, outcomes, curves, note, folder / "report.html")

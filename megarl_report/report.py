@@ -33,7 +33,8 @@ EVALUATED = {
     "length_mean": ".0f",
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
-MORE_STEPS, MORE_CHARACTERS = 6, 1500  # folded steps of the sample browser, characters of their responses
+# The sample browser's folded steps, and the characters shown of each of their responses.
+MORE_STEPS, MORE_CHARACTERS = 6, 1500
 UNFOLDED = 3  # episodes with more turns show only the last one unfolded
 
 
@@ -193,7 +194,7 @@ def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
     return {
         "name": run.name,
         "heads": [head.replace("_", " ") for head in heads],
-        "rows": [(r, False) for r in rows],
+        "rows": [(row, False) for row in rows],
     }
 
 
@@ -241,7 +242,7 @@ def tabulate_differences(
 
 
 def pick_steps(steps: Sequence[int]) -> dict[str, int]:
-    """Return the early, middle and late one of ascending steps, each step once."""
+    """Return the first, middle and last of ascending steps by name, without repeating a step."""
     step_by_name: dict[str, int] = {}
     for name, index in (("Early", 0), ("Middle", len(steps) // 2), ("Late", -1)):
         if steps and steps[index] not in step_by_name.values():
@@ -252,7 +253,7 @@ def pick_steps(steps: Sequence[int]) -> dict[str, int]:
 def choose_shown_samples(run: RecordedRun) -> dict[str, Any]:
     """Return the shown samples by step and prompt, preferably training steps with tokens.
 
-    scales: advantage or value -> size of the strongest colour, which 2 % of the tokens exceed"""
+    scales: "advantage" or "value" -> absolute value of the strongest colour; 2 % of the tokens exceed it"""
     groups_by_step: dict[int, dict[str, list[SampleRecord]]] = {}
     for sample in [s for s in run.samples if s.stage == TRAIN] or run.samples:
         groups_by_step.setdefault(sample.step, {}).setdefault(sample.prompt, []).append(sample)

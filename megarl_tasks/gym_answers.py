@@ -1,6 +1,6 @@
 """Grammars for tasks of reasoning-gym whose scorers run answers as code or accept wrong ones.
 
-Their scorers receive only the grammar's result, else UNREADABLE."""
+A scorer gets the correct answer unchanged, any other answer as its grammar returns it, or UNREADABLE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 UNREADABLE = ""  # neither Python, formula nor number; falsy
 _MAX_DIGITS = 500  # of an expression's value
 _HIGHEST_POWER = 100
-_TOLERANCE = 1e-4  # the scorer's for probabilities
+_TOLERANCE = 1e-4  # of the scorer of probabilities, absolute
 _FUNCTIONS: tuple[str, ...] = ("exp", "log", "ln", "sqrt", "Abs", "sin", "cos", "tan", "sec", "csc", "cot")
 _FUNCTIONS += ("asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 _CONSTANTS = ("E", "pi")
@@ -128,7 +128,9 @@ def _expression(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept arithmetic on integers only: y - y would be a 0 that uses no number."""
+    """Accept arithmetic on integers only.
+
+    Symbols are refused, because y - y would be a 0 made without any given number."""
 
     def check(node: ast.AST) -> None:
         match node:
@@ -146,7 +148,7 @@ def _arithmetic(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
-    """Accept arithmetic with each given number once; the scorer only counts them."""
+    """Accept arithmetic that uses each given number once. The scorer checks only their count and range."""
     text = _arithmetic(answer, entry)
     if sorted(map(int, re.findall(r"\d+", text))) != sorted(entry["metadata"]["numbers"]):
         raise Refused
@@ -156,8 +158,9 @@ def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
 def _probability(answer: str, entry: Mapping[str, Any]) -> str:
     """Accept a decimal number or fraction, ignoring commas.
 
-    The scorer accepts prefixes of the correct number, such as 0, so a wrong answer needs its number of
-    digits. It also accepts 0 for values below its tolerance."""
+    The scorer gives full reward to a prefix of the correct number, such as 0. So refuse a wrong answer that
+    is shorter than the correct number. The scorer also accepts 0 for values below its tolerance. So refuse
+    answers within the tolerance that are wrong by more than 1 %."""
     if not _NUMBER.fullmatch(number_text := answer.replace(",", "")):
         raise Refused
     value, correct_value = float(Fraction(number_text)), float(Fraction(entry["answer"].replace(",", "")))
@@ -170,7 +173,7 @@ def _probability(answer: str, entry: Mapping[str, Any]) -> str:
 
 
 def _finite(answer: str, entry: Mapping[str, Any]) -> str:
-    """Refuse NaN and infinity, whose distance the scorer does not bound."""
+    """Refuse NaN and infinity: a distance of NaN passes the scorer's comparisons."""
     if re.search("nan|inf", answer, re.IGNORECASE):
         raise Refused
     return answer
@@ -183,7 +186,7 @@ def _same_word(answer: str, entry: Mapping[str, Any]) -> str:
     return str(entry["answer"])
 
 
-# For reasoning-gym 0.1.25. tests/security/test_policy_text.py finds missing scorers.
+# For reasoning-gym 0.1.25. tests/security/test_policy_text.py fails if a scorer is missing here.
 GRAMMARS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "binary_matrix": _plain_list,
     "n_queens": _plain_list,

@@ -1,7 +1,7 @@
 """Start and end the ranks of a job on one machine. Jobs on several machines use torchrun.
 
-torchrun's agent forks with threads, leaves engines of ended ranks running, gives no time to save, and reports
-the first dead rank, not the cause.
+Why not torchrun on one machine: its agent forks while it has threads, which is unsafe. It leaves engines
+of ended ranks running, gives ranks no time to save, and reports the first dead rank, not the cause.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _start_ranks(
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # until the rank has reset the handlers
     gc.collect()
-    gc.freeze()  # collections write to objects, and so copy shared memory
+    gc.freeze()  # garbage collection in a fork would write to shared pages and so copy them
     try:
         for rank, file in enumerate(error_files):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FILE: str(file)}
@@ -223,9 +223,9 @@ def _end_ranks(ranks: Sequence[BaseProcess]) -> set[int]:
 
 
 def environment_of_children() -> dict[str, str]:
-    """Return an engine's environment: this one without the launcher's variables.
+    """Return the environment for an engine's process: this process's, without the launcher's variables.
 
-    SGLang's memory saver refuses expandable segments, so remove these too."""
+    SGLang's memory saver refuses the allocator option expandable_segments, so remove that too."""
     rank_variables = {*LAUNCHED_BY, STORE_FILE, SECRET_FILE}
     launcher_variables = {*rank_variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     environment = {
@@ -247,8 +247,12 @@ def explain_failures(
     failures   rank -> (exit code, negative for a signal; content of its error file)
     forwarded  signal that ranks received as SIGUSR1
 
-    First comes a hang that a watchdog reported, as the stuck rank is killed too; then a killed rank; then the
-    first error. Last are ranks that lost peers, or that NCCL or the launcher ended."""
+    The cause is the first of these that exists:
+    1. a hang that a watchdog reported (the stuck rank is killed too, so this comes before killed ranks)
+    2. a killed rank
+    3. the earliest error
+    4. a rank that lost a peer or that NCCL aborted
+    5. a rank that the launcher ended"""
 
     def get_priority(rank: int) -> tuple[int, float]:
         code, error = failures[rank]
@@ -264,7 +268,7 @@ def explain_failures(
 
     rank = min(failures, key=get_priority)
     code, error = failures[rank]
-    # SIGUSR1 kills a rank that has no handler yet, or no more.
+    # SIGUSR1 kills a rank that has not installed its handler yet, or has removed it.
     if forwarded is not None and code == -signal.SIGUSR1:
         reason = f"stopped by {signal.Signals(forwarded).name}: rank {rank} had nothing to save"
         return Interrupted.code, f"{reason}; the same command continues from what is in {folder}"

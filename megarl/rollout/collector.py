@@ -15,11 +15,12 @@ from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import Sample, SampleGroup, TokenData
 
-SAME = 1e-6  # largest standard deviation of equal rewards; in group_advantages' divisor
+# Largest standard deviation of rewards that count as equal. group_advantages divides by std + this.
+SAME = 1e-6
 
 
 class GroupCollector:
-    """Decides which groups a step trains on, only by the offered ones and their order.
+    """Decides which groups a step trains on. Only the offered groups and their order matter, not timing.
 
     surplus: accepted groups that the previous step did not need
     """
@@ -55,7 +56,7 @@ class GroupCollector:
     def refill(self, ahead: Sequence[SampleGroup], running: int) -> int:
         """Return how many prompts to add with continuous batching. Raises as `next_batch`.
 
-        The number depends on time; the accepted groups do not.
+        The number depends on timing; the accepted groups do not.
 
         ahead: complete groups that wait for an earlier one; running: incomplete groups
         """
@@ -145,10 +146,11 @@ class GroupCollector:
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
     """Return the samples of groups as columns, with the tokens on this rank.
 
-    A sample that does not count is its prompt alone, in a separate group: it adds nothing to losses,
-    denominators or statistics.
+    A sample that does not count keeps its row, with its prompt only and a group id of its own. So it adds
+    nothing to losses, denominators or statistics.
 
-    compared: only `SampleGroup.counted` count; else all graded ones
+    compared: whether advantages compare a group's samples. Then `SampleGroup.counted` count, else all graded
+        samples.
     """
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
@@ -187,7 +189,9 @@ def _sample_columns(
     policy_version  int64, of the oldest token
     response_index  int64, position in its group
     prefix_tokens   int64, sampled by earlier steps
-    unfinished      bool; as prefix_tokens only with `rollout.window`
+    unfinished      bool, whether a later step continues the sample
+
+    The last two exist only if some sample is partial or continued (`rollout.window`).
     """
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
     ids = [g if is_counted else len(groups) + row for row, (g, _, is_counted) in enumerate(rows)]
@@ -213,16 +217,17 @@ def _sample_columns(
 def pack_tokens(
     sequences: Sequence[tuple[np.ndarray, int, TokenData]], samples: Sequence[Sample]
 ) -> TrainBatch:
-    """Pack prompts and responses. `samples` of the whole step decide the columns on every rank.
+    """Pack prompts and responses of this rank.
 
     Columns [T], 0 for tokens that the policy did not sample:
         engine_logprobs  float32
         token_versions   int32, if some sample was continued under new weights
         turn_rewards     float32, if some turn has a reward
-        routing          [T, layers, topk], `routing_array`, if recorded
+        routing          uint8 or int16 [T, layers, topk], routed experts as in `routing_array`, if recorded
 
     Args:
-        sequences: prompt, its group's policy version, and response, of this rank
+        sequences: of this rank: prompt, its group's policy version, response
+        samples: of the whole step; they decide which columns exist, so all ranks have the same
     """
     cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
     total = int(cu_seqlens[-1])
@@ -231,7 +236,7 @@ def pack_tokens(
     rewards = np.zeros(total, dtype=np.float32)
     formats = (sample.experts_format for sample in samples)
     dtype, shape = next((item for item in formats if item is not None), ("uint8", (0,)))
-    missing_expert = np.iinfo(dtype).max  # surplus may have no routing
+    missing_expert = np.iinfo(dtype).max  # fills rows of surplus samples that lack routing
     routing = np.full((total, *shape), missing_expert, dtype=dtype)
     for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
         prompt_end = start + prompt.size

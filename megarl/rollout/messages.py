@@ -87,7 +87,7 @@ class RankReady(Message):
 class SamplesFinished(Message):
     version: int
     samples: list[Sample]
-    busy: float  # see EngineClient
+    busy: float  # seconds in which the engine had work, in this rollout so far
 
 
 class ToolWaitCount(Message):
@@ -109,7 +109,7 @@ class TokenDataReply(Message):
     data: dict[int, TokenData]
 
 
-# The first trainer to the controller, which forwards them; then the replies.
+# The first trainer to the controller, which forwards them to the engine ranks. The replies follow below.
 
 
 class SendDataReports(Message):
@@ -197,7 +197,7 @@ def decode_message(sender: str, data: bytes) -> Message:
 
 
 def pack_prompt(prompt: Prompt, *, whole: bool) -> Prompt:
-    """Return the fields that the receiver needs. whole: all, for several turns
+    """Return the fields that the receiver needs. whole: keep all fields, as episodes of several turns need
 
     `extra` becomes JSON text, as msgpack has no integers above 64 bits."""
     if not whole:
@@ -250,7 +250,8 @@ class Hub:
             self._guard.configure_curve_callback("ranks", self)
             self.socket.curve_server, self.socket.curve_secretkey = True, curve_keys("controller")[1]
             self.socket.ipv6 = ":" in host
-            self.socket.zap_domain, self.socket.zap_enforce_domain = b"ranks", 1  # none without the guard
+            # zap_enforce_domain: refuse all connections if the guard does not run.
+            self.socket.zap_domain, self.socket.zap_enforce_domain = b"ranks", 1
             self.socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             self.address = bytes(self.socket.last_endpoint).rstrip(b"\0").decode()  # type: ignore[arg-type]
         self.socket.bind(_INPROC_ADDRESS)
@@ -342,6 +343,8 @@ class Hub:
 
 
 class Link:
+    """A rank's end of its connection to the controller. here: the controller is in this process."""
+
     def __init__(
         self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:

@@ -22,7 +22,7 @@ from megarl.schedule.samples import add_tokens, has_tokens
 from megarl.schedule.watchdog import Watchdog
 
 Answers = Iterable[dict[str, Any]]
-PLAIN_LINES = 100
+PLAIN_LINES = 100  # the plain terminal view prints about this many steps of a run
 
 
 class Listener:
@@ -93,7 +93,7 @@ def _combine(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]
 
 
 def make_listeners(run: Run, watchdog: Watchdog | None) -> Listeners:
-    """Build listeners, the trace outermost, the clock innermost."""
+    """Build the listeners. Their contexts nest: TraceListener is the outermost, Clock the innermost."""
     watchdog_listeners = [] if watchdog is None else [WatchdogListener(watchdog)]
     return Listeners(
         TraceListener(run), RecordListener(run), TimelineListener(run), *watchdog_listeners, Clock()
@@ -297,7 +297,8 @@ def count_megatron_seconds(run: Run) -> float:
 def compute_throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     rates = {}
     if metrics.get("time/rollout") and "rollout/tokens" in metrics and not metrics.get("rollout/reused"):
-        seconds = metrics.get("inside/rollout", metrics["time/rollout"])  # of ranks that only generate
+        # Ranks that only generate report their own seconds as inside/rollout.
+        seconds = metrics.get("inside/rollout", metrics["time/rollout"])
         if seconds:  # 0: the rollout comes from the checkpoint
             rates["throughput/rollout_tokens"] = metrics["rollout/tokens"] / seconds
     phase_names = dict.fromkeys(phase.name for phase in PHASES if phase.model)

@@ -27,6 +27,10 @@ Failures = list[EngineFailure | None]  # by rank
 
 
 class _Guard:
+    """Calls functions of an engine until one raises EngineFailure, and keeps that failure.
+
+    After a failure, or if inactive, it calls nothing and returns None."""
+
     def __init__(self, *, active: bool) -> None:
         self.active = active
         self.failure: EngineFailure | None = None
@@ -44,9 +48,10 @@ class WeightSync:
     """Brings the actor's weights into the engines.
 
     transfers  by bucket
-    memory     of all transfers, allocated only during a sync
-    constant   number of first transfers whose weights are frozen; later syncs skip them
+    memory     staging memory of all transfers, allocated only during a sync
+    constant   number of leading transfers with frozen weights only; syncs skip them while `complete`
     version    of the last sync
+    complete   whether the engines hold all weights of the last sync
     asleep     tags whose device memory the engines have freed
     failures   of engines since the last sync; more than `max_failures` end the run"""
 
@@ -123,19 +128,19 @@ class WeightSync:
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)
-        # A failed engine is not called again: `_await_ready` restores its sleep.
+        # Do not repeat `call` on a restarted engine: `_await_ready` frees the tags in `asleep` again.
         while any(failures := gather_objects(ranks, guard.failure, EngineFailure | None)):
             self.complete = False
             guard = _Guard(active=self._restart(failures, ranks))
             self._await_ready(guard, ranks)
 
     def _restart(self, failures: Failures, ranks: Ranks) -> bool:
-        trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)
+        num_trainers = ranks.world - (self.runtime.rollout_ranks or ranks.world)
         for rank, failure in enumerate(failures):
             if failure is not None:
                 self.failures += 1
                 count = f"{self.failures} of at most {self.max_failures}"
-                job_rank = rank - trainers + self.runtime.first_engine
+                job_rank = rank - num_trainers + self.runtime.first_engine
                 self._events.append(f"engine of rank {job_rank} failed ({count}): {failure}")
                 last_failure = failure
         if self.failures > self.max_failures:
@@ -147,7 +152,7 @@ class WeightSync:
             raise error
         # Only an engine's leader sees failures, but all its ranks restart it.
         tp = self.config.engine_tp
-        leader = trainers + (ranks.rank - trainers) // tp * tp
+        leader = num_trainers + (ranks.rank - num_trainers) // tp * tp
         if self.engine is None or not any(failures[leader : leader + tp]):
             return False
         self.backend.recover()
@@ -156,8 +161,8 @@ class WeightSync:
 
     def _await_ready(self, guard: _Guard, ranks: Ranks) -> None:
         """Wait until guarded engines are ready. Restarted ones then free the tags in `asleep`."""
-        # A start may outlast a collective's timeout. No rank waits for the engine of an inactive or failed
-        # guard, which returns None.
+        # An engine's start may outlast a collective's timeout, so poll it. An inactive or failed guard
+        # returns None, which counts as ready.
         engine, is_ready = self.engine, False
         while not is_ready:
             answer = guard(lambda: engine is None or engine.ready(READY_WAIT)) is not False

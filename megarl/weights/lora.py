@@ -41,7 +41,7 @@ class Merged:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return the weight's address. Adapters are views, and may move."""
+        """Return the address of the weight. Adapters need none, as `read` uses them anew at each call."""
         return self.weight.data_ptr()
 
     def read(self, box: Box) -> Tensor:
@@ -79,7 +79,7 @@ def merged(
     *,
     critic: bool = False,
 ) -> Mapping[str, Source]:
-    """Return a rank's weights by the table's names, Merged if they have adapters.
+    """Return a rank's weights by their names in families.py, as Merged if they have adapters.
 
     tensors: the rank's parameters and adapters"""
     sources: dict[str, Source] = {**model_weights(tensors)}

@@ -1,4 +1,4 @@
-"""The servers of a client (sglang_servers.py), on whose thread all coroutines run."""
+"""The SGLang servers that one client uses. All coroutines run on the client's thread (sglang_servers.py)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 
 class Server:
+    """A server's state. `why`: the reason why it was last left out, or ""; `loading`: an update is open."""
+
     def __init__(self, url: str) -> None:
         self.url, self.tp = url, 1
         self.why = ""
@@ -46,8 +48,10 @@ class Server:
 class ServerPool:
     """A client's servers.
 
-    own    those that get its weights
-    limit  seconds for a slow call; question: for a quick one
+    own       servers that this client updates
+    others    servers that other clients update; used if no own one is usable
+    limit     timeout of a slow call, seconds
+    question  timeout of a quick call, seconds
     """
 
     session: aiohttp.ClientSession  # set by the client's start
@@ -79,7 +83,7 @@ class ServerPool:
             raise Unanswered(f"{path}: {result.message}")
 
     async def problem(self, server: Server) -> str | None:
-        """Return why a server does not answer, if so."""
+        """Return the reason why a server does not answer; None if it answers."""
         try:
             await self.ask(server, "/model_info", self.question, ModelInfo)
         except Unanswered as problem:
@@ -121,7 +125,7 @@ class ServerPool:
         self.close(server, why)
 
     async def _watch(self, server: Server) -> None:
-        """Leave out a busy server without an answer for `engine_timeout`."""
+        """Leave the server out if it has requests and answers no health check for `engine_timeout`."""
         path, last_heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
@@ -180,10 +184,10 @@ class ServerPool:
         return f"megarl-{self.run}-{version}"
 
     async def end_update(self, version: int) -> None:
-        """Use the servers with all weights. Raises EngineFailure without any."""
+        """Finish the update, and open the servers that have all weights. Raises EngineFailure if none has."""
         self.version_name = self.name_version(version)
         await gather(self._finish(server) for server in self.own if server.loading)
-        # Other clients should have updated theirs; answers show it.
+        # Other clients update these at the same time. The version in each answer shows whether they did.
         for server in (*self.others, *([self.router] if self.router else ())):
             self.close(server, "it has new weights")
             self.open(server)
