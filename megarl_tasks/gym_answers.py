@@ -37,7 +37,7 @@ def restrict_answer(task: str, answer: str, entry: Mapping[str, Any]) -> tuple[s
         return UNREADABLE, None
     try:
         return GRAMMARS[task](answer, entry), None
-    except (Refused, SyntaxError, ValueError, MemoryError, RecursionError):
+    except (Refused, SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):
         return UNREADABLE, _find_code(answer)
 
 

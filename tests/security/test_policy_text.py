@@ -124,6 +124,8 @@ def test_honest_answers_score_as_before(rows: dict[str, list[Any]], task: str) -
         ("binary_matrix", "1" * 5000),
         ("countdown", "1e999999999"),
         ("coin_flip", "1e99999999"),
+        ("coin_flip", "1e999"),
+        ("coin_flip", "1/0"),
     ],
 )
 @pytest.mark.timeout(60)
