@@ -24,39 +24,40 @@ def read_hf_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{folder}: no config.json (model.path must be a Hugging Face folder)")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 (each check of a value has its own; some end in a TypeError)
+    except Exception as error:  # noqa: BLE001 (each check raises its own type, some a TypeError)
         what = str(error) or type(error).__name__
         raise CheckpointError(f"{path}: not a configuration that transformers takes: {what}") from None
 
 
 def check_buildable(folder: Path) -> None:
     """Raise CheckpointError `config.json: key: problem` if the builder would refuse the model."""
-    described, hf = read_config(folder), read_hf_config(folder)
-    sizes = Sizes.from_config(described)
-    taken: dict[str, tuple[Any, Any]] = {
+    raw_config, hf = read_config(folder), read_hf_config(folder)
+    sizes = Sizes.from_config(raw_config)
+    # By key: the value that megarl reads, and the one that transformers reads.
+    values_by_key: dict[str, tuple[Any, Any]] = {
         "num_hidden_layers": (sizes.layers, hf.num_hidden_layers),
         "num_key_value_heads": (sizes.kv_heads, hf.num_key_value_heads),
-        "tie_word_embeddings": (is_tied(described), hf.tie_word_embeddings),
+        "tie_word_embeddings": (is_tied(raw_config), hf.tie_word_embeddings),
     }
-    if get_family(described).is_latent:
-        taken["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
+    if get_family(raw_config).is_latent:
+        values_by_key["v_head_dim"] = (sizes.out // sizes.heads, hf.v_head_dim)
     else:
-        taken["head_dim"] = (sizes.head_dim, head_dim(hf))
-    for key, value in get_family(described).requires:
+        values_by_key["head_dim"] = (sizes.head_dim, head_dim(hf))
+    for key, value in get_family(raw_config).requires:
         found = getattr(hf, key, None)
-        taken[key] = (value, value if found is None else found)
+        values_by_key[key] = (value, value if found is None else found)
     switches = {pair.switch.removeprefix("not ") for pair in FAMILIES[hf.model_type].layer}
     for key in switches - {""}:
-        taken[key] = (is_on(key, described), getattr(hf, key) not in (None, False))
+        values_by_key[key] = (is_on(key, raw_config), getattr(hf, key) not in (None, False))
     try:
-        for key, (ours, theirs) in taken.items():
+        for key, (ours, theirs) in values_by_key.items():
             if ours != theirs:  # missing, and our defaults differ
                 meant = f"transformers takes {json.dumps(theirs)}, not {json.dumps(ours)}"
                 raise CheckpointError(f"config.json: {key}: is missing, and {meant} (add it)")
         if not bool(rope_frequencies(hf).isfinite().all()):
             problem = "gives frequencies that are not finite (is it, or a factor, very small?)"
             raise CheckpointError(f"config.json: rope_theta: {problem}")
-        normalised = get_family(described).is_moe and getattr(hf, "norm_topk_prob", True)
+        normalised = get_family(raw_config).is_moe and getattr(hf, "norm_topk_prob", True)
         if normalised and hf.num_experts_per_tok == 1:
             what = "true with num_experts_per_tok 1 would leave the router without a gradient"
             raise CheckpointError(f"config.json: norm_topk_prob: {what}")
