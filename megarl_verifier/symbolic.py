@@ -1,7 +1,7 @@
 r"""Symbolic equivalence: `\frac{1}{2}` equals `0.5`, `x^2+2x+1` equals `(x+1)^2`.
 
-Compares relations itself: math-verify compares right sides or solves both, so the question would be its own
-answer. Run it in a VerifierPool, as it has no time limit."""
+math-verify compares right sides, or solves both relations, so it would accept the question as an answer. This
+module compares the relations themselves. It has no time limit, so run it in a VerifierPool."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _final_answer(response: str, answer: str, *, is_relation: bool) -> str | Non
         return boxed
     if tag and text is tag_content:
         return tag_content.strip()
-    # Of a relation, a number could be one side.
+    # If the reference is a relation, a number could be one of its sides, so only formulas count.
     patterns = (_FORMULAS,) if is_relation else (_FORMULAS, _NUMBERS)
     tail = text[-_TAIL:].replace("\\$", "")
     return next(
@@ -245,6 +245,7 @@ def _matches_values(gold: ParsedAnswer, found: str) -> bool:
 
 
 def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
+    # Words such as Area match any name. The name "=" stands for none, as in `2 + 2 = 4`.
     names_may_differ = gold.words | mine.words or "=" in (*gold.values, *mine.values)
     if gold.value is not None and mine.value is not None and names_may_differ:
         return _equal(gold.value, mine.value)
@@ -272,7 +273,7 @@ def _same_answer(gold: ParsedAnswer, mine: ParsedAnswer) -> bool:
 
 
 def _same_relation(gold: Relation, mine: Relation) -> bool:
-    """Compare left minus right, up to a constant; a negative one mirrors the operator.
+    """Compare left minus right, up to a constant factor. A negative factor mirrors the operator.
 
     An unsolved answer to a solved reference is wrong, as it could be the question."""
     if gold.solved and not mine.solved:
@@ -289,7 +290,7 @@ def _same_relation(gold: Relation, mine: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def _subtract_sides(relation: Relation) -> Expr | None:
-    """Return left minus right (of an equation, the numerator), f(x) and derivatives as symbols.
+    """Return left minus right, with symbols for f(x) and derivatives; of an equation, only the numerator.
 
     None for matrices, integrals, sums, products, limits and unreadable sides."""
     sides = []
@@ -314,14 +315,14 @@ def _find_ratio(gold: Relation, mine: Relation) -> Expr | None:
     if a is None or b is None:
         return None
     rng = random.Random(0)
-    case = symbol_case(a, b)
-    names = sorted({case(symbol.name) for expression in (a, b) for symbol in expression.free_symbols})
+    fold_case = symbol_case(a, b)
+    names = sorted({fold_case(symbol.name) for expression in (a, b) for symbol in expression.free_symbols})
     first_ratio = None
     points = [near_point(names, rng, _DIGITS) for _ in range(_POINTS)]
     for point in [*points, *(far_points(names, rng, _DIGITS, (a, b)) if names else ())]:
         denominator, numerator = (
             expression.evalf(
-                _DIGITS, subs={symbol: point[case(symbol.name)] for symbol in expression.free_symbols}
+                _DIGITS, subs={symbol: point[fold_case(symbol.name)] for symbol in expression.free_symbols}
             )
             for expression in (a, b)
         )

@@ -83,7 +83,7 @@ def slurm(given: argparse.Namespace, job: Job) -> Any:
         time=given.time,
         container_image=None,
         packager=nemo_run.Packager(),
-        tunnel=nemo_run.LocalTunnel(job_dir=""),  # files are in NEMORUN_HOME, as of local runs
+        tunnel=nemo_run.LocalTunnel(job_dir=""),  # its files go to NEMORUN_HOME, like a local run's
         setup_lines="\n".join(lines),
         additional_parameters=options,
     )

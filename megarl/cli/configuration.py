@@ -54,9 +54,9 @@ def show(path: ConfigFile, overrides: Overrides) -> int:
 
 @app.command()
 def check(path: ConfigFile, overrides: Overrides) -> int:
-    """Find contradictions, and misfits with the model's folder and the data.
+    """Find contradictions between keys, and check that the model and the data fit them.
 
-    Model and data are checked only if the model's folder is on this machine."""
+    If the model's folder is not on this machine, only the keys and generated tasks are checked."""
     from megarl.data.generated import check_tasks, gym_entries
 
     config = load_config(path, overrides)

@@ -22,9 +22,9 @@ from megarl.rewards.verdict import Verdict
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine
 from megarl.rollout.sampling import SamplingParams, stop_window
 
-DECODE_SECONDS = 0.1  # of decoding in this process before other coroutines run
-YIELD_SECONDS = 0.001  # for these coroutines, as messages take several wake-ups
-POLL_SECONDS = 0.2  # of a poll of other processes
+DECODE_SECONDS = 0.1  # longest poll of an engine in this process, which blocks other coroutines
+YIELD_SECONDS = 0.001  # pause after such a poll: sleep(0) is too short to pass a message on
+POLL_SECONDS = 0.2  # longest poll of an engine in other processes
 
 
 class EpisodeAborted(BaseException):
@@ -34,9 +34,9 @@ class EpisodeAborted(BaseException):
 
 
 class EngineClient:
-    """Passes requests of coroutines to the leader's engine.
+    """Passes requests of coroutines to the engine. Only the engine's first rank, its leader, gets requests.
 
-    threads: wait for the engine, as user code may occupy the loop's default threads."""
+    threads: run the polls, because user code may occupy the event loop's default threads."""
 
     def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
@@ -51,7 +51,7 @@ class EngineClient:
     async def generate(
         self, tokens: tuple[int, ...], seed: int, params: SamplingParams, prefix: TokenData | None, most: int
     ) -> TokenData:
-        """Return `prefix` and its continuation, at most `most` tokens together."""
+        """Continue `prefix`. Return it with the new tokens. most: limit of both together"""
         key, self._count = self._count, self._count + 1
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._new.setdefault(params, {})[key] = GenerationRequest(tokens, seed, prefix, most)
@@ -99,6 +99,7 @@ class EngineClient:
 
     @property
     def has_abandoned(self) -> bool:
+        """Return whether the caller of an unfinished request was cancelled."""
         return any(answer.cancelled() for answer in self._answers.values())
 
     async def abort(self) -> None:
@@ -119,7 +120,7 @@ class EpisodeInputs:
     seed: int
     params: SamplingParams
     prefix: TokenData | None
-    window: int  # see StartSamples
+    window: int  # most new tokens of the episode (`rollout.window`); 0: no limit
     notify: Callable[[], None]  # called when `in_engine` may have changed
 
 
@@ -150,7 +151,7 @@ class Episode(Protocol):
         Raises EpisodeAborted if the rollout ends first."""
 
     def result(self, *, ended: bool = True) -> TokenData:
-        """Return all tokens, with finish_reason "abort" unless `ended`."""
+        """Return all tokens. finish_reason is "abort" if not `ended`, unless an earlier step finished it."""
 
 
 class EpisodeRunner(Protocol):
@@ -158,6 +159,7 @@ class EpisodeRunner(Protocol):
 
     @property
     def depths(self) -> Mapping[str, Callable[[], int | str]]:
+        """Return functions whose values the watchdog reports, by name: the length of a queue, for example."""
         return {}
 
     def start(self, inputs: EpisodeInputs) -> Episode:
@@ -168,9 +170,11 @@ class EpisodeRunner(Protocol):
         return nullcontext()
 
     def forget(self, seed: int) -> None:
+        """Discard the environment of the episode with this seed, if there is one."""
         return None
 
     async def disconnect(self) -> None:
+        """Close the endpoint that agents connect to, if there is one."""
         return None
 
     def close(self) -> None:
@@ -189,7 +193,7 @@ def load_runner(config: Config, tokenizer: Any) -> EpisodeRunner:
 
 
 def load_prompt_options(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Return `tools` and `opening` of read_prompts. Raises ConfigError."""
+    """Return the arguments `tools` and `opening` for read_prompts. Raises ConfigError."""
     if not config.rollout.is_multi_turn:
         return {"tools": [], "opening": ()}
     from megarl.agents.runner import prompt_options
@@ -233,6 +237,7 @@ class SingleTurn(EpisodeInputs):
         else:
             limit = min(max_tokens, self.window + self.prefix_tokens) if self.window else max_tokens
             data = await self._generate(limit)
+        # A copy, because finish_reason may change below.
         self._data = data.first(data.num_tokens, len(self.prompt.tokens))
         if data.finish_reason == "abort":
             self.aborted = True
@@ -281,7 +286,7 @@ async def generate_turn(
     if not data.num_tokens and prefix is not None:
         data = prefix
     if data.policy_versions is None:
-        # The transformers engine reports no versions: its present weights sampled.
+        # The transformers engine reports no versions. Its current weights sampled the new tokens.
         versions = np.full(data.num_tokens, client.engine.weight_version)
         if prefix is not None and prefix.policy_versions is not None:
             versions[: prefix.num_tokens] = prefix.policy_versions

@@ -22,12 +22,14 @@ STANDARD_ERRORS = 3.0
 class Guards:
     """Counts consecutive bad steps, which end the run, and compares metrics with earlier steps.
 
-    windows     steps that may sample one response (`rollout.window`). The first ones lack long responses
+    windows     most steps that sample one response (`rollout.window`). In earlier steps lengths are ignored,
+                because long responses are still unfinished
     skipped     consecutive steps with a non-finite number
     unverified  consecutive steps in which every response had an error
     length      moving average of the response length, weight 1/2 for the newest, and its standard error
     longer      consecutive steps above `guard.length_growth`: number, sums of means and of squared errors
-    highest     value of each metric that may collapse; longest: standard error of the highest length
+    highest     highest value of each metric that may collapse
+    longest     standard error of the highest length, not a length
     collapsed   metrics, as of the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
@@ -59,7 +61,9 @@ class Guards:
         return f"{error}; the rest of the step is skipped ({count})"
 
     def count_ungraded(self, metrics: Mapping[str, float], errors: Mapping[str, int]) -> list[str]:
-        """Count a step with only errors; return event lines."""
+        """Count consecutive steps in which every response has an error. Return event lines.
+
+        reward/unverified is the share of responses with an error, reward/ungraded that without a grade."""
         share = metrics.get("reward/unverified")
         if share is not None:  # recipe sft has no answers
             self.unverified = self.unverified + 1 if share == 1 else 0
@@ -79,6 +83,7 @@ class Guards:
             )
 
     def count_success(self, metrics: Mapping[str, float], number: int) -> list[str]:
+        """Reset the count of skipped steps. Return alarms about the metrics of step `number`."""
         self.skipped = 0
         if number < self.windows:
             metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
@@ -115,7 +120,7 @@ class Guards:
         return lines
 
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
-        """Return an alarm if lengths grow. Average those that may be noise with later ones."""
+        """Return an alarm if lengths grow. If growth may be noise, average it with the next steps first."""
         baseline, lines = self.length, list[str]()
         if baseline is not None and length > growth * baseline[0] > 0:
             steps, total, squares = self.longer

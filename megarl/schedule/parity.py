@@ -134,7 +134,7 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
             ]
             verdict = _describe(run, differences, engine is not None)
 
-        Processes(runtime.cpu_group).first(compare)
+        Processes(runtime.cpu_group).first(compare)  # on rank 0; its error is raised on all ranks
     except MegarlError as error:
         return f"layers could not be compared: {error}"
     finally:
@@ -144,6 +144,9 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
 
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
+    """Write parity.txt, and describe the first part above its limit.
+
+    own: the reference is the engine's own model"""
     config, layers = run.config, run.hf.num_hidden_layers
     precision = "fp8" if config.model.fp8.format != "none" else config.model.dtype
     maxima = [
@@ -151,16 +154,16 @@ def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) 
         for part in differences[0]
     ]
     table = config.run_dir / "parity.txt"
-    with run.dispensable.file(table):
+    with run.dispensable.file(table):  # a failed write is only reported
         write_atomic(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in maxima))
     limit, reference = PART_LIMITS[precision], "the engine's" if own else "transformers' on the same weights"
     index = next((i for i, (_, size) in enumerate(maxima) if not size <= limit), None)
     if index is None:
         part, largest = max(maxima, key=itemgetter(1))
-        where = (
+        agreement = (
             f"no hidden state differs from {reference} by over {limit:g} of its size, given the same input"
         )
-        finding = f"{where} (largest: {largest:.2g}, {_name_part(part, layers)})"
+        finding = f"{agreement} (largest: {largest:.2g}, {_name_part(part, layers)})"
         if own:
             return f"{finding}, so the engine's cached decoding or rounding is at fault"
         remedy = "rollout.fingerprint=true checks that"
@@ -191,7 +194,7 @@ def _choose_sequences(run: Run, batch: TrainBatch) -> list[tuple[list[int], list
 
 @contextmanager
 def _record_outputs(chunks: Sequence[Any]) -> Iterator[dict[Part, Tensor]]:
-    """Yield this rank's outputs of the block's first pass, on the host."""
+    """Yield this rank's outputs of the first forward pass in the `with` block, on the host."""
     outputs: dict[Part, Tensor] = {}
 
     def record(part: Part, _module: Any, _inputs: Any, output: Any) -> None:
@@ -221,6 +224,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
     """Return the trainer's outputs, [t, hidden], on rank 0; response log-probs, [r], at (layers, HEAD)."""
     runtime, actor, batch = run.runtime, run.actor, TrainBatch.build([prompt], [response])
     micro_batches = make_micro_batches(batch, [0], batch.num_tokens, actor.model)
+    # free_routing: the trainer's routers choose the experts, without routing replay.
     with actor.free_routing(), _record_outputs(actor.model.chunks) as outputs:
         logprobs = actor.logprob_columns(batch, micro_batches)["logprobs"]
     layout, coords = runtime.layout, runtime.layout.coords(runtime.rank)
@@ -236,6 +240,7 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
             rows = [[outputs_by_rank[rank][part] for rank in row] for row in ranks]
             pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
             cut = micro_batches[0].cut
+            # Under context parallelism, `cut` holds the rank and position of each token.
             tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
             outputs[part] = tokens[: batch.num_tokens]
     outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
@@ -271,6 +276,7 @@ def _run_reference(
     def record(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
         outputs[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
 
+    # before: the part whose trainer output replaces the layer's input.
     def replace(before: Part, _module: Any, arguments: Any) -> Any:
         layer_input = arguments[0]
         if before == (-1, "embedding"):

@@ -82,7 +82,7 @@ class Staging:
         return self._memory
 
     def release(self) -> None:
-        """Free the memory until `take`; views stay valid. No operation may be using it."""
+        """Free the memory until the next `take`; its views work again then. No operation may be using it."""
         self._memory.untyped_storage().resize_(0)
 
 
@@ -90,6 +90,7 @@ class _Writes:
     def __init__(self) -> None:
         # By (target dtype, source dtype): one kernel copies a list's tensors.
         self._copies: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        # Writes of quantised and merged tensors, after the copies.
         self.computed: list[Callable[[], object]] = []
 
     def copy(self, to: Tensor, from_: Tensor) -> None:
@@ -120,8 +121,8 @@ class Transfer:
 
     bucket_bytes  limit of staging memory
     dtype         of targets without a format. Default: that of this rank's targets
-    group         with NCCL, all its ranks must have used it before; if targets are quantised or checked, all
-                  must take part
+    group         process group. With NCCL, all its ranks must have used it before. If targets are quantised
+                  or checked, all its ranks must take part in the transfer
 
     Raises ValueError for tensors that do not fit the plan."""
 
@@ -246,7 +247,7 @@ class Transfer:
                         bound_round.unpack.copy(
                             view(self._targets[piece.dst_name], piece.dst_box), packed_piece
                         )
-                    elif round_.relays:
+                    elif round_.relays:  # the source is a target that an earlier round has filled
                         bound_round.pack.copy(
                             packed_piece, view(self._targets[piece.src_name], piece.src_box)
                         )
@@ -259,8 +260,8 @@ class Transfer:
     def _add_write(self, writes: _Writes, copy: Copy, to: Tensor) -> None:
         source, box = self._sources[copy.src_name], copy.src_box
         if self._plan.formats.get(copy.dst_name) == FP8:
-            place = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
-            writes.computed.append(lambda: self._scales.quantise(read(source, box), *place, to))
+            hf_location = to_hf(self._plan.sources[self._rank][copy.src_name], box, copy.src_name)
+            writes.computed.append(lambda: self._scales.quantise(read(source, box), *hf_location, to))
         elif isinstance(source, Merged):
             writes.computed.append(lambda: to.copy_(source.read(box)))
         else:
@@ -317,8 +318,8 @@ class Transfer:
 def fingerprint(values: Tensor, box: Box) -> Tensor:
     """Return the hash of a box, int64 []. The hash of a tensor is the sum over its boxes.
 
-    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, with odd pseudo-random a and b, by Hugging Face
-    coordinates. Odd factors are invertible, so one wrong element always changes it."""
+    hash = sum of bits[i, j] * a[i] * b[j] mod 2^64, where i and j are Hugging Face coordinates. a and b are
+    pseudo-random and odd. Odd factors are invertible, so one wrong element always changes the hash."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     chunk_rows = max(1, CHUNK // max(1, values[:1].numel()))
     factors = []
@@ -398,7 +399,7 @@ class BlockScales:
 
 
 def _strips(values: Tensor, hf_box: Box) -> Iterator[tuple[Tensor, Box]]:
-    """Yield strips of about CHUNK elements that end between blocks, with their boxes."""
+    """Yield strips of about CHUNK elements, with their boxes. Strips end at block boundaries."""
     (top, bottom), columns = hf_box
     height = max(1, CHUNK // max(1, values.shape[1]))
     height = max(BLOCK, height // BLOCK * BLOCK)

@@ -92,7 +92,7 @@ class Config(Section):
         return self.has_engine and bool(self.teacher.folders)
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
-        """Return whether a set of data.eval with this `every` is evaluated after a step."""
+        """Return whether a data.eval entry is evaluated after `step`. every: the entry's own interval"""
         interval = every or self.evaluation.every
         return step in (0, self.steps) or (interval > 0 and step % interval == 0)
 

@@ -27,8 +27,9 @@ def assign_req_to_token_pool_cpu(
         offset += end - start
 
 
-# Linear attention (model/delta_net.py). A batch concatenates requests. Each has a slot of two pools: newest
-# inputs of its convolution [slots, channels, width - 1], and its transposed S [slots, heads, dv, dk].
+# Linear attention (model/delta_net.py). A batch concatenates requests. Each request has a slot in two pools:
+# the newest inputs of its convolution [slots, channels, width - 1], and the state of the delta rule,
+# transposed [slots, heads, dv, dk].
 
 
 def causal_conv1d_fn_cpu(
@@ -140,7 +141,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, head_dim: int, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised queries and keys, and the gates behind each head's queries.
+    """Return normalised queries and keys, and the gates, which follow each head's queries in `q_gate`.
 
     Qwen3_5AttentionDecoderLayer.forward_prepare_fused_gate"""
 
@@ -172,8 +173,8 @@ def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, route
     routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
-# OPS are in torch.ops.sgl_kernel, but without convert_weight_packed, by which SGLang detects AMX
-# (srt/utils/common.py).
+# OPS are added to torch.ops.sgl_kernel. convert_weight_packed must be missing there, because SGLang takes it
+# as a sign of AMX (srt/utils/common.py).
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
     "sgl_kernel": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
     "sgl_kernel.mamba": {
