@@ -41,7 +41,7 @@ class Line:
 
     label    shown at its end, with the last value
     style    index into STYLES
-    noisy    plot 30 steps or more thin, under their moving average
+    noisy    with 30 steps or more, plot a thin line under the moving average
     band     step -> (min, max), shaded"""
 
     points: Points
@@ -99,7 +99,8 @@ def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
 def moving_average(ys: Sequence[float]) -> list[float]:
     """Return the centred mean over an eighth of a short curve, a twentieth of a long one.
 
-    At the ends the window is not centred. There the value of a fitted line keeps a steep start steep."""
+    At the ends the window is not centred. There the value of a fitted line is returned, since a mean would
+    flatten a steep start."""
     half_width = max(min(len(ys) // 16, 10), len(ys) // 40)
     averages = []
     for i in range(len(ys)):
@@ -125,7 +126,7 @@ def format_value(value: float) -> str:
 
 
 def figure(right: float = 0.0, left: float = 42.0, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """Return a figure with empty axes; `left` and `right` are free points."""
+    """Return a figure with empty axes; `left` and `right` are margins in points."""
     fig = Figure(figsize=(WIDTH / 72, height / 72))
     bottom, top = 34, 8
     corner = (left / WIDTH, bottom / height)
@@ -202,7 +203,7 @@ def draw_lines(lines: Sequence[Line], xlabel: str, limits: Limits = (None, None)
     steps = [step for line in lines for step in line.points]
     finish(axes, xlabel, limits, log, (min(steps), max(steps)))
 
-    # Move texts that would touch away from their values.
+    # Shift labels that would touch each other.
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0, last_value))[1]) for last_value in last_values]
     gap = min((FONT + 1.5) / (axes.get_position().height * HEIGHT), 1 / len(last_values))
@@ -321,7 +322,7 @@ def draw_timeline(panels: Sequence[tuple[str, Mapping[str, Sequence[Interval]]]]
 
 
 def svg(fig: Figure) -> str:
-    """Return an <svg> element with colours as variables, without addresses and unused ids."""
+    """Return an <svg> element with colours as variables, without URLs of namespaces and unused ids."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl", "font.size": FONT}):
         fig.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

@@ -40,7 +40,8 @@ def pack_groups(
     A micro-batch is a list of families: indices of responses after one copy of their prompt. A group that
     exceeds `max_tokens` has several families.
 
-    prompts, responses: tokens of each sequence's parts; groups: one number per prompt"""
+    prompts, responses: tokens of each sequence's parts; groups: each sequence's number, equal for
+    the same prompt"""
     members_by_group: dict[int, list[int]] = {}
     for index, group_id in enumerate(groups):
         members_by_group.setdefault(group_id, []).append(index)

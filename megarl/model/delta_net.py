@@ -49,7 +49,7 @@ def delta_rule(
     chunk = min(CHUNK, tokens)
     query, key, value, decay, beta = (
         F.pad(x.float().transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, -tokens % chunk))
-        .contiguous()  # else a single row is multiplied transposed, with other rounding
+        .contiguous()  # else a batch of one row is multiplied in transposed form, with other rounding
         .unflatten(2, (-1, chunk))
         for x in (query, key, value, decay, beta)
     )  # [rows, heads, chunks, chunk, ...]
@@ -58,7 +58,7 @@ def delta_rule(
     pair_decay = (decay[..., :, None] - decay[..., None, :]).masked_fill(is_later, -torch.inf).exp()
     decay_since_start, decay_until_end = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
     scaled_key = beta[..., None] * key
-    # Per chunk: its tokens' writes to a zero state, and their removal from the incoming state.
+    # Per chunk: what its tokens write into an empty state, and what they remove from the incoming one.
     system = scaled_key @ key.mT * pair_decay
     rhs = torch.cat([beta[..., None] * value, scaled_key * decay_since_start], -1)
     writes, removals = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True).split(

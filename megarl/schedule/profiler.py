@@ -15,7 +15,7 @@ from megarl.config.files import OptionalFiles
 from megarl.config.schema import PRETRAINING, Config
 from megarl.parallel.runtime import Runtime
 
-# Layers x tokens above which an in-process engine is not traced: each has operators of some 50 kB.
+# Layers x tokens above which an in-process engine is not traced: a trace has some 50 kB for each.
 OPERATORS_IN_ROLLOUT = 20_000
 _PROCESS = re.compile(r'"name": "process_name"')
 _NAME = re.compile(r'("name": )"[^"]*"')

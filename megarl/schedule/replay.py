@@ -31,7 +31,7 @@ from megarl.training.checkpoint import (
 from megarl.training.sharded import load_checkpoint
 
 IGNORED = ("time/", "inside/", "throughput/", "transfer/", "guard/", "memory")
-# Relative and absolute, with another layout; most metrics are about 1.
+# Of metrics with another layout: relative and also absolute, as most metrics are about 1.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 

@@ -37,8 +37,9 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape, so any layout can read them. A bucket is on the GPU. The variant
-# distrib_optim_fully_reshardable_mem_efficient avoids that, but one replica writes everything.
+# State tensors have their parameter's shape, so any layout can read them. Saving gathers one bucket at a time
+# on the GPU. The variant distrib_optim_fully_reshardable_mem_efficient needs no such memory, but one replica
+# writes everything.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -255,7 +256,7 @@ def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
     matrices, state = _list_matrices(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (parameter for parameter, _ in matrices))
     for matrix_index, (_, tensors) in enumerate(matrices):
-        # Only this data-parallel replica has it.
+        # Other replicas must not count as copies: only this data-parallel rank has the state.
         shard = replace(shards[matrix_index], replica_id=int(any(shards[matrix_index].replica_id[:2])))
         state[str(matrix_index)] = {
             key: make_sharded_optimizer_tensor(shard, tensor, f"optimizer.state.{key}")
@@ -268,7 +269,8 @@ def _fix_saved_names(optimizer: Any) -> None:
     """Work around two places where megatron-core 0.16 saves a parameter's state under another name.
 
     1. Gathering skips the padding between buckets, but splitting counts it; declare padding as content.
-    2. It expects a group's parameters in order, but stores float32 ones (a bfloat16 critic's head) first."""
+    2. Loading expects parameters in their group's order, but saving puts float32 ones (a bfloat16 critic's
+    head) first."""
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
@@ -316,10 +318,10 @@ def _lend_steps(model: TrainableModel) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load group settings, steps, float32 weights and moments by any implementation of Adam.
+    """Load group settings, steps, float32 weights and moments, whichever implementation of Adam wrote them.
 
-    DistributedOptimizer.load_state_dict needs the same implementation, copies the file's settings, shares
-    torch's step tensor, and holds Transformer Engine's moments twice."""
+    DistributedOptimizer.load_state_dict needs the implementation that wrote them. It also adds settings that
+    this one lacks, shares torch's step tensor, and holds Transformer Engine's moments twice."""
     adam = optimizer.optimizer
     saved_groups = {_group_key(group): group for group in state["optimizer"]["param_groups"]}
     for group in adam.param_groups:

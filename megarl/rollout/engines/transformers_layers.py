@@ -19,7 +19,7 @@ from megarl.weights.families import Sizes
 ATTENTION = "megarl_rollout"  # name of `attention` in transformers
 # Keys of a chunk of attention. CUDA's memory-efficient kernel needs a multiple of 8 for bf16 masks.
 COLUMNS = 64
-NARROW = 256  # hidden size below which calls cost more than products
+NARROW = 256  # hidden size below which the overhead of a call costs more than its product
 LARGEST = 64  # rows of a wide layer's product
 
 
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     rows: int
     fewest: int = 1  # blocks in a batch
-    # Most rows of a product; the last one has a power of two. 0: one batched product.
+    # Most rows of a product; the rows of the last one are a power of two. 0: one batched product.
     largest: int = 0
 
     @staticmethod
@@ -57,7 +57,7 @@ class Block(NamedTuple):
         return rows - tail + (max(self.rows, 1 << (tail - 1).bit_length()) if tail or not rows else 0)
 
     def get_capacity(self, rows: int) -> int:
-        """Return the rows to allocate, as new responses may begin inside a block."""
+        """Return the rows to allocate, with room for one more block of new responses."""
         return self.pad(rows) + (self.largest or self.pad(0))
 
 
@@ -160,7 +160,7 @@ class KVCache:
     def prefill(self, start: int, before: Tensor, lengths: Tensor) -> Iterator[None]:
         """Keep a forward pass's keys and values for `place`.
 
-        start: first column; before: int64 [segments], rows with the columns before
+        start: first column; before: int64 [segments], rows of the cache with the columns before `start`
         lengths: int64 [segments], tokens up to each segment's end"""
         self.prefilling, self.start, self.before, self.lengths = True, start, before, lengths
         try:
@@ -312,7 +312,7 @@ def attention(
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally with the queries of the last keys.
 
-    For batch invariance it takes COLUMNS queries at once: a shared beginning may be computed separately.
+    With batch invariance it takes COLUMNS queries at once, so a prefix gives the same sums in any prompt.
 
     query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
     """

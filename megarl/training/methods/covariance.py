@@ -45,7 +45,7 @@ def select_clip_cov(
 ) -> Tensor:
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
-    They are at most the configured share of all tokens, or one."""
+    Their number is at most the configured share of all tokens, and at least one if there is any."""
     token_indices = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, token_indices, logprobs, runtime)
     new, old = logprobs[token_indices].double(), batch[config.old_column][token_indices].double()
