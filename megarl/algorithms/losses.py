@@ -41,8 +41,8 @@ def token_weights(
 
     token     1 / L: tokens count equally (DAPO eq. 8 and 12, VAPO eq. 7)
     sample    1 / (N * tokens of the response): responses count equally (VAPO eq. 6)
-    constant  1 / (N * `constant`): a response counts by its length (Dr. GRPO, arXiv 2503.20783, where the
-              constant is the length limit)
+    constant  1 / (N * `constant`): a response counts by its length. Dr. GRPO (arXiv 2503.20783) takes the
+              length limit
 
     Args:
         lengths: response tokens, int64 [n], of the whole step, not of one rank; 0 is uncounted

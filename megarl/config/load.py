@@ -43,7 +43,7 @@ ENTRY_SECTIONS = (  # entries of lists, and sections that users name
     (r"data\.eval\[\d+\]", EvaluationSet),
     (r"data\.(train|eval)\[\d+\]\.gym", GymConfig),
 )
-RENAMED = {  # old key -> new; the old one is refused two minor versions later
+RENAMED = {  # old key -> new, with the version that renamed it; the next minor version refuses the old one
     "watchdog.limits.divide": "watchdog.limits.distribute",  # 0.2
     "reward.max_unjudged": "reward.max_ungraded",  # 0.3
 }

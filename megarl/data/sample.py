@@ -169,7 +169,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @property
     def is_partial(self) -> bool:
-        """True if it continues in the next step, so far ungraded with reward 0."""
+        """True if it continues in the next step: no verdict yet, and reward 0."""
         return self.finish_reason == "window"
 
     def turn_texts(self, tokenizer: Any) -> list[list[str]] | None:

@@ -88,7 +88,9 @@ def rope_frequencies(hf: PretrainedConfig) -> Tensor:
 
 
 def yarn_softmax(hf: PretrainedConfig) -> tuple[float, float]:
-    """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2."""
+    """Return YaRN's s and a: multi-latent attention scales its softmax by (0.1 a ln s + 1)^2.
+
+    (1, 0) without YaRN (arXiv 2309.00071, section 3.4)."""
     rope = hf.rope_parameters
     is_scaled = rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim")
     return (rope["factor"], rope["mscale_all_dim"]) if is_scaled else (1.0, 0.0)

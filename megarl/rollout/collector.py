@@ -146,7 +146,7 @@ class GroupCollector:
 def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) -> RolloutBatch:
     """Return the samples of groups as columns, with the tokens on this rank.
 
-    A sample that does not count keeps its row, with its prompt only and a group id of its own. So it adds
+    A sample that does not count keeps its row, with its prompt only and a separate group id. So it adds
     nothing to losses, denominators or statistics.
 
     compared: whether advantages compare a group's samples. Then `SampleGroup.counted` count, else all graded

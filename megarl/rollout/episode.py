@@ -34,7 +34,7 @@ class EpisodeAborted(BaseException):
 
 
 class EngineClient:
-    """Passes requests of coroutines to the engine. Only the engine's first rank, its leader, gets requests.
+    """Passes requests of coroutines to the engine. Only the engine's first rank gets any.
 
     threads: run the polls, because user code may occupy the event loop's default threads."""
 

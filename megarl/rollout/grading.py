@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megarl.rewards.pool import Item, VerifierPool
 
 
-class Ungraded(NamedTuple):
+class GradingRequest(NamedTuple):
     """A sample in the queue. verdict: the episode's; None: the verifier grades it"""
 
     sample: Sample
@@ -38,11 +38,11 @@ class Grader:
         self.max_tokens = 0  # set by the worker, as the next one
         self.with_terms = False
         self.seconds = 0.0
-        self._queue: list[Ungraded] = []
+        self._queue: list[GradingRequest] = []
         self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
 
     def add(self, sample: Sample, prompt: Prompt, verdict: Verdict | None) -> None:
-        self._queue.append(Ungraded(sample, prompt, verdict))
+        self._queue.append(GradingRequest(sample, prompt, verdict))
         self._has_work.set()
 
     async def run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
@@ -65,7 +65,7 @@ class Grader:
             queue, self._queue = self._queue, []
         return [entry.sample for entry in queue]
 
-    def _grade(self, queue: Sequence[Ungraded]) -> None:
+    def _grade(self, queue: Sequence[GradingRequest]) -> None:
         """Grade samples in place. A partial sample's reward stays 0."""
         texts = self._decode_texts([entry.sample for entry in queue])
         finished_entries = [
@@ -84,7 +84,7 @@ class Grader:
         texts = iter(policy_texts(self.tokenizer, [turn for turns in turns_by_sample for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in turns_by_sample]
 
-    def _get_verdicts(self, finished: Sequence[tuple[Ungraded, str]]) -> list[Verdict]:
+    def _get_verdicts(self, finished: Sequence[tuple[GradingRequest, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples.
 
         An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""

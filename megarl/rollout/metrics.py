@@ -44,8 +44,10 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
-        "reward/ungraded": sum(not r.graded for r in responses) / len(responses),
-        "reward/unjudged": sum(not r.graded for r in responses) / len(responses),  # its old name, until 0.4
+        **dict.fromkeys(
+            ("reward/ungraded", "reward/unjudged"),  # the second is the old name, until 0.4
+            sum(not r.graded for r in responses) / len(responses),
+        ),
     }
     responses = [r for r in responses if r.graded]
     if not responses:

@@ -132,8 +132,8 @@ def find_start(config: Config, number: int) -> Checkpoint | None:
     if number > 1:
         path = config.run_dir / FOLDER / folder_name(config.main_stage, number - 1)
         if not path.exists():
-            present = ", ".join(sorted(one.name for one in path.parent.glob("*-*"))) or "none"
-            missing = f"step {number} needs the checkpoint {path.name}, and there are: {present}"
+            newest = ", ".join(sorted(one.name for one in path.parent.glob("*-*"))[-5:]) or "none"
+            missing = f"step {number} needs the checkpoint {path.name}; the newest there: {newest}"
             raise CheckpointError(f"{path.parent}: {missing} (choose a step after one of them)")
         return open_checkpoint(path)
     if not (config.has_critic and config.value_pretraining.steps):

@@ -61,20 +61,21 @@ class Scores:
 
     def means(self, prefix: str) -> dict[str, float]:
         table, answers = self.table(), [answer for group in self.graded for answer in group.samples]
-        ungraded: dict[str, float] = {
-            f"{prefix}/ungraded": len(self.groups) - len(table),
-            f"{prefix}/unjudged": len(self.groups) - len(table),  # its old name, until 0.4
+        num_ungraded = len(self.groups) - len(table)
+        counts: dict[str, float] = {
+            f"{prefix}/ungraded": num_ungraded,
+            f"{prefix}/unjudged": num_ungraded,  # the old name, until 0.4
             f"{prefix}/problems": len(table),
         }
         if not table:
-            return ungraded
+            return counts
         means = {
             f"{prefix}/{name}": sum(row[name] for row in table) / len(table)
             for name in ("avg", *(("pass", "majority") if self.k else ()), "length_mean", "truncated")
         }
         if any(answer.score is not None for answer in answers):
             means[f"{prefix}/score"] = mean_score(answers)
-        return {**means, **ungraded}
+        return {**means, **counts}
 
     def scores(self) -> dict[str, dict[str, float]]:
         """Return avg@k, pass@1 ... pass@k and majority@k, or `avg` if k varies, with 95 % intervals."""

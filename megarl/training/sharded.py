@@ -318,7 +318,7 @@ def _lend_steps(model: TrainableModel) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load group settings, steps, float32 weights and moments, whichever implementation of Adam wrote them.
+    """Load settings, steps, float32 weights and moments, whichever implementation of Adam wrote them.
 
     DistributedOptimizer.load_state_dict needs the implementation that wrote them. It also adds settings that
     this one lacks, shares torch's step tensor, and holds Transformer Engine's moments twice."""

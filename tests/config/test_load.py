@@ -98,6 +98,9 @@ class TestLayers:
         assert config.watchdog.limits == {"distribute": 5.0}
         said = capsys.readouterr().err
         assert said == "megarl: command line: watchdog.limits.divide is now watchdog.limits.distribute\n"
+        assert load_config(minimum, ["reward.max_unjudged=0.5"]).reward.max_ungraded == 0.5
+        said = capsys.readouterr().err
+        assert said == "megarl: command line: reward.max_unjudged is now reward.max_ungraded\n"
 
     def test_merge_keys_of_yaml_work(self, tmp_path: Path) -> None:
         path = tmp_path / "x.yaml"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,12 @@ def keep_and_read(runtime: Runtime, folder: Path) -> bool:
     for name in ("tokens", "cu_seqlens", "response_mask", *written.own.columns):
         one, other = (getattr(e, name) if name not in e else e[name] for e in (found.own, written.own))
         assert one.dtype == other.dtype and torch.equal(one, other), name
+    # A column of version 0.2 has its present name after reading.
+    old = replace(written, columns=written.columns | {"begun": torch.arange(5)})
+    RolloutStore(folder, runtime, "key", "remedy").write(5, old, {"stats": {}})
+    renamed, _ = read_rollout(folder, 5, runtime)
+    assert renamed.columns.keys() == {"rewards", "prefix_tokens"}
+    assert torch.equal(renamed["prefix_tokens"], torch.arange(5))
     return found.has_observations
 
 

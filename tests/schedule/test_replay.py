@@ -74,7 +74,7 @@ def test_steps_are_replayed(folder: Path, ranks: Callable[[int, int, int], RankP
     with pytest.raises(DataError, match=r"step-000003/.*: no such file .*checkpoint.rollouts: true"):
         check_replay(config, 3)
     shutil.rmtree(config.run_dir / "checkpoints/step-000002")
-    missing = r"step 3 needs the checkpoint step-000002, and there are: .*step-000001, step-000003"
+    missing = r"step 3 needs the checkpoint step-000002; the newest there: .*step-000001, step-000003"
     with pytest.raises(CheckpointError, match=missing):
         check_replay(config, 3)
 

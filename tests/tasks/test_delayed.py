@@ -1,5 +1,5 @@
-"""The ablations' task: that it is decided early and graded late, that the habit is as frequent as what is
-right, and no leaks."""
+"""The ablations' task is decided early and graded late. The habit is as frequent as the right
+step. No held-out problem is trained on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ def test_scores_in_the_pool(rows: dict[str, GymRow]) -> None:
 
 
 def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
-    """Of an answer that a policy wrote: wrong, or it would learn to write such. Of any: nobody has graded."""
+    """An answer on which only its scorer raises is wrong, or a policy would learn to write such answers.
+
+    If the scorer also raises for the known answer, the response is ungraded."""
     row = rows["prime_factorization"]
     broken = {**json.loads(row.entry), "entry": {}}
     with VerifierPool("dapo", own=[VERIFIER]) as pool:

@@ -143,7 +143,7 @@ def test_actions_that_the_policy_writes() -> None:
     ],
 )
 def test_a_server_that_fails_in_the_middle(said: str, why: str) -> None:
-    """Nobody has graded; other episodes go on, and so does the process."""
+    """The response is ungraded. Other episodes and the process continue."""
 
     async def job(server: Server, pool: ToolPool) -> Result[Answer]:
         before = await pool.step(2, {}, 1, ["one"])

@@ -1,4 +1,4 @@
-"""FIPO (arXiv 2603.19835, as in its authors' code): tokens whose successors became more likely count more."""
+"""FIPO (arXiv 2603.19835, as its authors' code): weigh a token by its successors' probability ratios."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megarl.algorithms.advantages import gae
 def extended_gae(
     rewards: Tensor,
     values: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     cu_seqlens: Tensor,
     lam: float | Tensor,
     unfinished: Tensor,
@@ -24,20 +24,20 @@ def extended_gae(
     delta_{l-1} = R_{l-1} + (gamma - 1) V(s_{l-1}). The window's last `tail` tokens get 0.
 
     Args:
-        drawn: bool [T], tokens sampled in this step, the last of each response.
+        sampled: bool [T], tokens sampled in this step, the last of each response.
         unfinished: bool [n].
     """
-    positions, last_values = drawn.nonzero().squeeze(-1), None
+    positions, last_values = sampled.nonzero().squeeze(-1), None
     if positions.numel():
         last_positions = positions[(torch.searchsorted(positions, cu_seqlens[1:]) - 1).clamp(min=0)]
         last_values = torch.where(unfinished, values[last_positions].double(), 0.0)
-    advantages = gae(rewards, values, drawn, cu_seqlens, lam, gamma, last_values)
-    return advantages.masked_fill(window_tail(drawn, cu_seqlens, unfinished, tail), 0.0)
+    advantages = gae(rewards, values, sampled, cu_seqlens, lam, gamma, last_values)
+    return advantages.masked_fill(window_tail(sampled, cu_seqlens, unfinished, tail), 0.0)
 
 
-def window_tail(drawn: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
+def window_tail(sampled: Tensor, cu_seqlens: Tensor, unfinished: Tensor, tail: int) -> Tensor:
     """Return the last `tail` tokens of unfinished responses' windows, bool [T]."""
-    pack_remaining = drawn.flip(0).cumsum(0).flip(0)  # sampled tokens from here to the end of the pack
+    pack_remaining = sampled.flip(0).cumsum(0).flip(0)  # sampled tokens from here to the end of the pack
     remaining_at_ends = torch.cat([pack_remaining, pack_remaining.new_zeros(1)])[cu_seqlens[1:]]
     remaining = pack_remaining - torch.repeat_interleave(remaining_at_ends, cu_seqlens.diff())
-    return drawn & (remaining <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())
+    return sampled & (remaining <= tail) & torch.repeat_interleave(unfinished, cu_seqlens.diff())

@@ -1,4 +1,4 @@
-"""The SGLang servers that one client uses. All coroutines run on the client's thread (sglang_servers.py)."""
+"""The SGLang servers of one client. All coroutines run on the client's thread (sglang_servers.py)."""
 
 from __future__ import annotations
 
