@@ -239,7 +239,6 @@ def warm_start(table: AblationTable, settings: Options, seed: int) -> Planned:
 
 
 def row_run(table: AblationTable, settings: Options, row: AblationRow, seed: int) -> Planned:
-    """Plan a row's run with a seed."""
     folder = settings.seed_folder(table, seed)
     overrides = (
         *ONE_PROCESS,

@@ -61,7 +61,6 @@ def linked_sources(file: File) -> list[str]:
 
 
 def repository_path(site: str) -> str:
-    """Return a page's path in the repository."""
     return SOURCES.get(site, f"docs/{site}")
 
 
@@ -71,7 +70,6 @@ def resolve(here: str, target: str) -> str:
 
 
 def site_path(path: str) -> str:
-    """Return a file's path on the site."""
     if path in PAGES:
         return PAGES[path]
     if path.startswith("docs/"):

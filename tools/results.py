@@ -11,8 +11,7 @@
     make results MODEL=smollm2 ARGS='--gsm8k FILE'          # answer GSM8K before and after each run
 
 The same command continues an interrupted run from its checkpoint. The curve of a finished run is written to
-docs/evidence/results/MODEL as a JSON file: command, versions, processor, evaluations with 95 % intervals,
-metrics of each step. configs/results/MODEL.table.yaml lists the tables and rows.
+docs/evidence/results/MODEL. configs/results/MODEL.table.yaml lists tables and rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Report user code that blocks an engine's event loop, from a second thread."""
+"""Report user code that blocks an engine's event loop, from a second thread.
+
+Such code stops all responses of its engine, and cannot be interrupted from within."""
 
 from __future__ import annotations
 

@@ -258,7 +258,9 @@ class ToolPool:
             raise
 
     def _release_slot(self, slot: int) -> None:
-        """Pass a slot to the first job whose environment no other process has, else to the first."""
+        """Pass a slot to the first job whose environment no other process has, else to the first.
+
+        Skipped jobs come first when their own process is idle."""
         while self._queue:
             fitting_waiters = (
                 candidate for candidate in self._queue if self._find_slot(candidate[1]) in (None, slot)

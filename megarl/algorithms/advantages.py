@@ -238,7 +238,6 @@ def gae_sums(advantages: Tensor, response_mask: Tensor, lam: Tensor, floor: floa
 
 
 def gae_metrics(sums: Tensor) -> dict[str, float]:
-    """Return metrics from global `gae_sums`."""
     _, mean, variance = mean_and_variance(sums[:3])
     num_responses, lam_sum, num_clamped = sums[3:].tolist()
     num_responses = max(num_responses, 1.0)

@@ -117,8 +117,8 @@ class KeyDescription(NamedTuple):
     key: str
     meaning: str
     values: str  # type and unit
-    default: str  # of the schema, and of recipes that set another one
-    source: str  # of the default
+    default: str  # with those of recipes
+    source: str
 
 
 def key_tables(described: Iterable[KeyDescription]) -> Iterator[str]:

@@ -197,7 +197,8 @@ def run_rank(
     lease: on `folder`; None on torchrun's ranks other than 0
     launched: whether `launch` started this rank, and prints its error"""
     quiet_libraries()  # GPU ranks were not forked
-    # Protect a rank's keys where Landlock does not. Engines' processes must read a rank's open files.
+    # Without Landlock, hide a rank's keys from tools and verifiers. Not with engine processes, which must
+    # read a rank's open files.
     if not config.rollout.capabilities.continuous_batching and not landlock_version():
         hide_memory()
     from megarl.parallel import runtime as parallel

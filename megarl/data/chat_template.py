@@ -76,7 +76,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.tools, self.variables = tokenizer, list(tools), variables
         source = str(tokenizer.chat_template)
-        # Qwen's <tool_call> is not special.
+        # Qwen's <tool_call> is a control token, but not `special`.
         self.control = {
             i: token.content
             for i, token in tokenizer.added_tokens_decoder.items()

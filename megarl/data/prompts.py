@@ -439,7 +439,7 @@ def _generated_row(row: GeneratedRow, number: int, held_out: frozenset[str]) -> 
         raise UnusableRow(*row.problem)
     if row.question in held_out:
         raise UnusableRow("is a question of data.eval", row.task)
-    # `entry` contains the row's number.
+    # Not from `entry`, which contains the row's number: duplicates would differ.
     uid = prompt_uid(row.question, f"{row.task}: {row.answer}")
     extra: dict[str, object] = {"index": row.index}
     return _Row(row.key, number, uid, row.prompt, row.answer, row.task, extra, row.entry)

@@ -298,6 +298,7 @@ class ModelChunks(torch.nn.Module):
 
     @property
     def config(self) -> TransformerConfig:
+        """Return the first chunk's config, the only one that Megatron's schedule reads."""
         return self.chunks[0].config
 
     @property

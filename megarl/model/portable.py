@@ -167,7 +167,8 @@ class _Unpad(torch.autograd.Function):
 class _AttendOverRanks(torch.autograd.Function):
     """Causal attention of this rank's queries to all context-parallel ranks' keys and values.
 
-    Only this rank's tensors [t, heads, d] are saved; the backward pass gathers again, block by block."""
+    Only this rank's tensors [t, heads, d] are saved. The backward pass gathers all keys and values again,
+    attends block by block, and reduce-scatters their gradients."""
 
     @staticmethod
     def forward(
@@ -514,7 +515,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class AddToResidual(torch.nn.Module):
-    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add."""
+    """Normalise a block's output and add it to the residual, in place of Megatron's bias-dropout-add.
+
+    The families with such norms have neither bias nor dropout there."""
 
     def __init__(self, config: Any, norm: Any) -> None:
         super().__init__()

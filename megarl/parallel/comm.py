@@ -232,7 +232,7 @@ def broadcast_from_last_stage(
 
 
 def any_flags(ranks: Ranks, flags: Sequence[bool]) -> list[bool]:
-    """Return whether each flag is true on any rank."""
+    """Return for each flag whether any rank has it set."""
     if ranks.world == 1:
         return list(flags)
     cells = torch.tensor(flags, dtype=torch.uint8)

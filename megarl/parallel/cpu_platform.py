@@ -87,7 +87,6 @@ class _TorchWithoutCuda(types.ModuleType):
 
 
 def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return counts as an array."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 

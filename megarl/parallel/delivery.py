@@ -25,7 +25,7 @@ def deliver(
 ) -> TrainBatch:
     """Return the sequences `shares[d]`, in that order, on the ranks `replicas[d]`; none on other ranks.
 
-    All owners and receivers must call this with the same shares and replicas."""
+    All owners and receivers must call this with the same shares and replicas, numbered as in `ranks`."""
     assert batch.owners is not None
     kinds = [(name, c.dtype, tuple(c.shape[1:])) for name, c in _sent_columns(batch).items()]
     sizes = row_bytes(batch).tolist()

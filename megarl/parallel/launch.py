@@ -42,7 +42,7 @@ POLL = 0.1  # seconds between checks
 PATIENCE = 30.0  # seconds for ranks to end after SIGTERM
 HUNG = 124
 _KILLED_BY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-# Exit codes after which a retry may succeed.
+# Exit codes after which a retry may succeed: a lost peer (1, as for a defect), hung, killed.
 LOST = (1, HUNG, *(128 + number for number in _KILLED_BY))
 _PR_SET_NAME = 15  # linux/prctl.h
 

@@ -4,7 +4,7 @@ A command takes the folder by creating the file with the next number (lease-0000
 ones. An owner whose file is gone has lost the lease. Owners renew their file's time, which the file server
 sets, so machines' clocks do not matter.
 
-docs/reliability.md lists when another command takes over. On Linux a kernel timer kills even a stopped owner
+On Linux a kernel timer kills even a stopped owner
 that cannot renew.
 
 filelock's `SoftFileLease` (4.2) does not end an owner that lost it, and is free when one process dies, though

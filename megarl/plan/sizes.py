@@ -426,7 +426,8 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         attention_change -= b * q
     gathers_keys = passes.cp > 1 and portable
     if gathers_keys:
-        # Always recomputed. QK norms keep the q, k, v tensor.
+        # Attention over gathered keys is always recomputed, linear attention never. QK norms keep the tensor
+        # of q, k and v.
         norms_keep_qkv = family.has("k_layernorm.weight")
         one_layer += (1 - linear_share) * (attention_change - (b * (q + kv) if norms_keep_qkv else 0.0))
         moved = one_layer - b * copies

@@ -29,7 +29,8 @@ class Verdict:
     error      why grading failed
     graded     False: the answer cannot cause the error, and counts nowhere (docs/verifiers.md). True with an
                error: the answer caused it, and is wrong
-    score      partial credit: 1 earns a correct answer's reward, 0 a wrong one's; None: use `correct`
+    score      partial credit, any finite number: 1 earns a correct answer's reward, 0 a wrong one's;
+               None: use `correct`
     terms      name -> value of `reward.terms`; VerifierPool sets it"""
 
     correct: bool

@@ -165,7 +165,6 @@ class Controller:
             await self._start(engine, [*continued_slots[engine], *slots])
 
     async def _start(self, engine: int, slots: Sequence[Slot]) -> None:
-        """Start responses on an engine."""
         if not slots:
             return
         prompts = {id(slot.request.prompt): slot.request.prompt for slot in slots}

@@ -45,7 +45,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
         **dict.fromkeys(
-            ("reward/ungraded", "reward/unjudged"),  # the second is the old name, until 0.4
+            ("reward/ungraded", "reward/unjudged"),  # the second until 0.4
             sum(not r.graded for r in responses) / len(responses),
         ),
     }

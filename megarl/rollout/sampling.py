@@ -75,7 +75,6 @@ def shuffle_seed(run_seed: int, step: int) -> int:
 
 
 def selection_seed(run_seed: int, step: int, update: int, group: int, index: int) -> int:
-    """Return the seed for an update's selection of tokens."""
     return _hash("megarl.selection", run_seed, step, update, group, index)
 
 

@@ -239,7 +239,7 @@ class RecordListener(Listener):
         return list(step.samples.values())
 
     def _reduce_memory(self, metrics: dict[str, float]) -> None:
-        """Reduce memory over ranks."""
+        """Reduce memory to the maximum over ranks, memory_all to the sum."""
         memory = {name: size for name, size in metrics.items() if name.startswith("memory")}
         memory["memory/host"] = float(self._run.host.nbytes)
         report_type = tuple[dict[str, float], list[str]]

@@ -64,7 +64,7 @@ class Scores:
         num_ungraded = len(self.groups) - len(table)
         counts: dict[str, float] = {
             f"{prefix}/ungraded": num_ungraded,
-            f"{prefix}/unjudged": num_ungraded,  # the old name, until 0.4
+            f"{prefix}/unjudged": num_ungraded,  # until 0.4
             f"{prefix}/problems": len(table),
         }
         if not table:

@@ -274,7 +274,7 @@ def loss_weights(rollout: RolloutBatch, ids: Tensor, critic_ids: Tensor, config:
 
 
 def matrix_shape(model: ModelChunks) -> tuple[int, int]:
-    """Return matrix parameters and query width, summed over layers, for `even_length`."""
+    """Return matrix parameters per token and query width, summed over layers, for `even_length`."""
     c = model.config
     assert c.kv_channels is not None and c.num_query_groups is not None and c.ffn_hidden_size is not None
     query_width, key_width = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
@@ -414,7 +414,7 @@ def make_micro_batch(
 
 
 class PackLayout(NamedTuple):
-    """Where the t tokens of a pack come from. Tokens of padding are no part of a sequence.
+    """Where the t tokens of a pack come from.
 
     cu_seqlens     int64 [m+1], ends of the sequences with their padding
     is_real        bool [t], False for padding

@@ -59,7 +59,7 @@ MANIFEST_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "settings": (lambda value: isinstance(value, dict), "an object of settings"),
     "files": (_is_list_of_files, "an object of [bytes, SHA-256]"),
 }
-# Keys that may differ when a run continues.
+# Keys that may differ when a run continues, because they do not decide the result.
 FREE = (
     *("run_dir", "steps", "parallel", "cluster", "residency", "log", "guard", "watchdog", "evaluation"),
     *("checkpoint", "data.eval", "model.layers", "model.attention", "model.recompute"),

@@ -231,7 +231,7 @@ def correct_mismatch(config: MismatchConfig, batch: TrainBatch, runtime: Runtime
     """Multiply policy_loss_weights [T] by `mismatch_factors`; uncorrected_weights keeps the old ones.
 
     The policy loss and the KL term use the new ones: they estimate a mean over the policy from samples.
-    Entropy, top-k and positive-example terms do not, and keep the old ones."""
+    Entropy and top-k terms sum over the distribution, and use the old ones."""
     if not config.enabled:
         return {}
     factors, counts = mismatch_factors(

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-# Large attributes of a mixture's token dispatcher.
+# Attributes of a mixture's token dispatcher: some 450 bytes per token and layer with 128 experts.
 DISPATCHED = ("probs", "routing_map", "reversed_local_input_permutation_mapping")
 
 

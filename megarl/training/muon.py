@@ -32,6 +32,7 @@ def muon_buffer_layouts(model: ModelChunks, buckets: DistributedDataParallelConf
 def muon_options(muon: MuonConfig, in_bf16: bool) -> dict[str, Any]:
     """Return Muon's settings under Megatron's names.
 
+    in_bf16: the weights, and so the factors of Newton-Schulz, are bfloat16.
     Queries, keys and values share a Megatron parameter, but are orthogonalised separately."""
     return {
         "use_layer_wise_distributed_optimizer": True,

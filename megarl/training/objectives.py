@@ -120,7 +120,7 @@ def further_terms(
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:
-    """Return pi_old's and a teacher's top-k tokens, int32 [T, k]."""
+    """Return pi_old's, then a teacher's top-k tokens, int32 [T, k]: `MicroBatch.others` of `actor_loss`."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
     return torch.cat([batch[name] for name in names], 1) if names else None
 

@@ -363,7 +363,7 @@ class HostCopier:
             ) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
-        """Collective. Raises RuntimeError as `copy_model` raises CheckpointError."""
+        """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
         apply_factories(state)
         parts, common = extract_matching_values(
             state, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject))

@@ -37,9 +37,9 @@ from megarl.training.model import TrainableModel
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
-# State tensors have their parameter's shape, so any layout can read them. Saving gathers one bucket at a time
-# on the GPU. The variant distrib_optim_fully_reshardable_mem_efficient needs no such memory, but one replica
-# writes everything.
+# State tensors have their parameter's shape, so any layout can read them. Saving gathers bucket by bucket
+# on the GPU (`checkpoint_need` in plan/memory.py). The variant
+# distrib_optim_fully_reshardable_mem_efficient gathers over gloo to one replica, which writes everything.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 EXTRA = "_extra_state"
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")

@@ -405,7 +405,7 @@ def write_chunks(
                     tensor = torch.empty(chunk.extents, dtype=dtype)
                 try:
                     torch.save(tensor, target)
-                except RuntimeError as error:
+                except RuntimeError as error:  # torch.save hides the file's error
                     raise file.error or error from None
                 assert target is file or target.filled, "torch.save did not write a tensor as one record"
                 records.append((chunk, _StorageInfo(path.name, offset, file.tell() - offset)))
@@ -673,7 +673,6 @@ def _verify(
     watch: Watch,
     processes: Processes,
 ) -> None:
-    """Compare the folder with its checksums and the source."""
     local_names = list(kinds)[processes.rank :: processes.world]
 
     def compare() -> None:

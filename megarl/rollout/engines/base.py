@@ -20,7 +20,7 @@ from megarl.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response."""
+    """A request for one response, which depends on its seed and not on the batch."""
 
     prompt_tokens: tuple[int, ...]
     seed: int

@@ -284,7 +284,7 @@ class SGLangEngine(SGLangRequests):
         """See RolloutEngine. The last bucket has dropped the prefix cache."""
         self._call("end")
         self._has_weights, self.weight_version = True, version
-        if self._restarted:
+        if self._restarted:  # else SGLang still has the requests
             self._send(self._outstanding)
         self._restarted = False
 

@@ -174,7 +174,7 @@ class Host:
     def serve(self) -> None:
         loop = self.engine.loop
         loop.create_task(self._watch())
-        # An event loop needs a non-blocking socket, whose buffer messages may exceed.
+        # Threads: an event loop needs a non-blocking socket, whose buffer messages may exceed.
         for target in (self._send, self._receive):
             threading.Thread(target=target, daemon=True).start()
         self.outbox.put(("ready", [child.pid for child in self.children]))
@@ -217,7 +217,6 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        """Begin requests."""
         shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k")}
         for number, prompt, prompt_length, seed, max_new_tokens in requests:
             sampling = {

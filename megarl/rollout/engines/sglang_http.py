@@ -1,6 +1,6 @@
 """HTTP calls of external SGLang servers, and checks that they fit the run.
 
-Needs aiohttp, the extra `agents`."""
+Written against SGLang 0.5.23. Needs aiohttp, the extra `agents`."""
 
 from __future__ import annotations
 

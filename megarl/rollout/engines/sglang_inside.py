@@ -100,8 +100,8 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
 def _prepare_cpu() -> None:
     """Replace code that does not run on a CPU.
 
-    Torch-native attention reads the cache, so multi-latent prompts go through latents, too. Linear
-    attention's norm and shared expert's gate are Triton kernels."""
+    Torch-native attention reads the cache, which has only latents, so multi-latent prompts use them, too.
+    Linear attention's norm and shared expert's gate are Triton kernels."""
     from sglang.srt.models import qwen2_moe, qwen3_next
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

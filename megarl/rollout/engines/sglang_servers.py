@@ -111,7 +111,7 @@ class SGLangServers(SGLangRequests):
             self.pool.close(server, why)
 
     def stop(self) -> None:
-        """Close the client. Servers continue, even during an update."""
+        """Close the client. Servers stay up; after a partial update they generate with mixed weights."""
         if self._loop is None:
             return
         loading_servers = [server for server in self.pool.own if server.loading]

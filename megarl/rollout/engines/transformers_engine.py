@@ -220,7 +220,7 @@ class TransformersEngine(RolloutEngine):
             if self.model is None or self._asleep:
                 state = "asleep" if self._asleep else "not started"
             raise EngineError(f"rollout engine: asked for responses while it is {state}")
-        if params.stop not in self._stopping:
+        if params.stop not in self._stopping:  # slow to make for a large vocabulary
             self._stopping[params.stop] = Stopping(
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )

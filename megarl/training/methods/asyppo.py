@@ -14,9 +14,9 @@ def add_agreement(config: AgreementConfig, batch: TrainBatch, runtime: Runtime) 
     """Set advantages [T] to 0 where the critics agree most.
 
     The standard deviation of critic_values [T, m] decides. `mask` is the share of tokens whose advantage
-    becomes 0. With `filter`, write entropy_weights [T], 0 at the share on which the critics agree least.
-    Denominators do not change. Tokens with equal deviations are all selected or none, so shares are upper
-    bounds."""
+    becomes 0. With `filter`, write entropy_weights [T]: the weights before any mismatch correction, but 0 at
+    the share on which the critics agree least. Denominators do not change. Tokens with equal deviations are
+    all selected or none, so shares are upper bounds."""
     weights = batch["policy_loss_weights"]
     in_loss = weights > 0
     spread = batch["critic_values"].double().std(-1, correction=0).float()
