@@ -40,7 +40,7 @@ KINDS = {
 PAGE_OF_KEYS = """# Keys of a configuration
 
 All keys with their defaults, printed by `megarl config docs --markdown`. [configuration.md](configuration.md)
-explains how the layers of a configuration are combined. A default in brackets is that of a recipe."""
+explains how the layers of a configuration are combined. Defaults of recipes are in parentheses."""
 
 app = Typer(help="Print, validate or explain a configuration.")
 
@@ -100,7 +100,7 @@ def describe_stage(config: Config, stage: str) -> str:
 
 @app.command()
 def docs(
-    markdown: Annotated[bool, Option("--markdown", help="Print tables for docs/keys.md.")] = False,
+    markdown: Annotated[bool, Option("--markdown", help="print Markdown tables, as in docs/keys.md")] = False,
 ) -> int:
     """List every key with its meaning, unit, default and the source of the default."""
     descriptions = [describe_key(key, field) for key, field in documented()]

@@ -51,10 +51,10 @@ def requests(count: int, group: int = 2, **kwargs) -> list[GenerationRequest]:
     ]
 
 
-COMPANY = [
+BATCH_REQUESTS = [
     GenerationRequest(p, 100 * i + j) for i, p in enumerate([*prompts(9, high=40), (7,)]) for j in range(3)
 ]
-# Responses to COMPANY generated as one batch, by family and whether layers count as wide.
+# Responses to BATCH_REQUESTS generated as one batch, by family and whether layers count as wide.
 TOGETHER: dict[tuple[str, bool], list[TokenData]] = {}
 
 
@@ -118,7 +118,7 @@ def test_a_response_is_the_same_to_the_bit_in_any_company(make_engine, chance, m
     """Tokens and log-probs do not depend on batch composition.
 
     Requests run with others or alone, in any order, in one batch or several; some join while others run."""
-    asked, params, rng = COMPANY, SamplingParams(max_tokens=12), random.Random(chance)
+    asked, params, rng = BATCH_REQUESTS, SamplingParams(max_tokens=12), random.Random(chance)
     with patch.object(transformers_layers, "NARROW", 0 if wide else 256):
         if (family, wide) not in TOGETHER:
             TOGETHER[family, wide] = make_engine(family).generate(asked, params)
@@ -360,9 +360,11 @@ def test_each_request_has_a_limit_of_its_own(make_engine, chance, max_batch):
     """A response with a limit is a prefix of the response without one, in any batch."""
     rng, params = random.Random(chance), SamplingParams(max_tokens=20)
     if "qwen3" not in TOGETHER:
-        TOGETHER["qwen3"] = make_engine("qwen3").generate(COMPANY, params)
-    limits = [rng.choice([None, *range(1, 21)]) for _ in COMPANY]
-    asked = [replace(request, max_tokens=limit) for request, limit in zip(COMPANY, limits, strict=True)]
+        TOGETHER["qwen3"] = make_engine("qwen3").generate(BATCH_REQUESTS, params)
+    limits = [rng.choice([None, *range(1, 21)]) for _ in BATCH_REQUESTS]
+    asked = [
+        replace(request, max_tokens=limit) for request, limit in zip(BATCH_REQUESTS, limits, strict=True)
+    ]
     found = make_engine("qwen3", max_batch=max_batch).generate(asked, replace(params, max_tokens=20))
     for whole, limit, got in zip(TOGETHER["qwen3"], limits, found, strict=True):
         count = min(len(whole.tokens.tolist()), limit or 20)

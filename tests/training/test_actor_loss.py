@@ -83,7 +83,7 @@ def add_columns(batch: Batch) -> tuple[list[float], list[float]]:
     st.sampled_from(["k2", "k3"]),
 )
 def test_is_the_weighted_sum_of_its_terms(
-    batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, apart: bool, estimator: str
+    batch: Batch, mu: float, beta: float, disputed: float | None, taught: bool, dppo: bool, estimator: str
 ) -> None:
     """VAPO eq. 10: L_PPO + mu L_NLL, plus GRPO's beta KL, an entropy term, and the KL to a teacher.
 
@@ -91,12 +91,12 @@ def test_is_the_weighted_sum_of_its_terms(
 
     Args:
         disputed: AsyPPO's fraction of tokens without an entropy term; None disables that term.
-        apart: use DPPO's loss with the top-k tokens.
+        dppo: use DPPO's loss with the top-k tokens.
     """
     policy_loss_weights, nll_loss_weights = add_columns(batch)
     eta, of_entropy = 0.0 if disputed is None else 0.4, policy_loss_weights
     options: dict[str, Any] = {"entropy_weight": eta, "agreement": {"filter": disputed or 0.0}}
-    if apart:
+    if dppo:
         options |= {"surrogate": "dppo_kl", "dppo": {**OPTIONS["dppo_kl"], "top_k": 3}}
     config = AlgorithmConfig(
         clip_low=0.2, clip_high=0.28, nll_weight=mu, kl_weight=beta, kl_estimator=estimator, **options
@@ -107,7 +107,7 @@ def test_is_the_weighted_sum_of_its_terms(
         e = batch.experience
         e["entropy_weights"] = e["policy_loss_weights"].masked_fill(left_out, 0.0)
     policy, nll, kl, entropy = (
-        loop_policy(batch, policy_loss_weights, 0.2, 0.28, config.surrogate, further=apart)[0],
+        loop_policy(batch, policy_loss_weights, 0.2, 0.28, config.surrogate, further=dppo)[0],
         loop_nll(batch, nll_loss_weights),
         loop_kl(batch, policy_loss_weights, estimator),
         loop_entropy(batch, of_entropy),
