@@ -50,12 +50,17 @@ def kill_while_judging(job: Job) -> None:
 
 
 def at_work(job: Job, module: str, rank: int | None = None) -> list[psutil.Process]:
-    """Return the limited processes of a rank, or of all ranks, once one of them is at work."""
+    """Return the limited processes of a rank, or of all ranks, once one of them is at work.
+
+    Those of a rank are supervisors, which sleep while a child of theirs works."""
     found: list[psutil.Process] = []
 
     def busy() -> bool:
         found[:] = job.processes(module, rank)
-        return any(process.status() == "running" for process in found)
+        with suppress(psutil.NoSuchProcess):
+            working = [process for parent in found for process in (parent, *parent.children())]
+            return any(process.status() == psutil.STATUS_RUNNING for process in working)
+        return False
 
     job.until(f"{module} at work", busy)
     return found
