@@ -32,6 +32,7 @@ import gpu
 import psutil
 import torch
 from hour import CUDA, NODE, SGLANG, TE
+from hour_configs import given_frozen
 from hour_found import (
     ENGINE_LOGPROBS,
     GIB,
@@ -45,7 +46,6 @@ from hour_found import (
     start_runtime,
 )
 from hour_runs import (
-    given_frozen,
     layouts,
     nccl,
     rank_layout,

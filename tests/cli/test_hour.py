@@ -190,7 +190,7 @@ def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     hour: Any, gpus: int, name: str, with_7b: bool, tmp_path: Path
 ) -> None:
     """Each configuration is valid and fits by `megarl plan`; for 7B on one GPU, partly frozen."""
-    runs, given = importlib.import_module("hour_runs"), on_h100(hour, tmp_path, gpus, with_7b)
+    runs, given = importlib.import_module("hour_configs"), on_h100(hour, tmp_path, gpus, with_7b)
     more = ["steps=3"] if name == "resume" else []
     if name == "seven_vapo":
         settings = runs.given_frozen(given)

@@ -1,0 +1,132 @@
+"""Configurations of the runs that the stages of hour.py start.
+
+Each is a file of configs/ with overrides for this machine: real sizes, or tiny ones with --tiny."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hour import CUDA, SGLANG, TE
+from hour_found import GIB, ROOT, Given, SkipStage, kind_of_gpu, small
+
+
+def given_frozen(given: Given) -> dict[str, Any]:
+    """Return the actor and critic settings that freeze the fewest layers with which `megarl plan` fits.
+
+    The optimizer must fit one GPU and this host, with a tenth of the GPU to spare. The number of frozen
+    layers grows in steps of 2. Frozen layers imply frozen embeddings."""
+    from megarl.plan.fit import find_problem
+    from megarl.weights.families import Sizes, read_config
+
+    assert given.model_7b is not None
+    layers = Sizes.from_config(read_config(given.model_7b)).layers
+    for frozen in range(0, layers, 2):
+        settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
+        overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
+        plan = plan_of_run(given, "seven_vapo", overrides)
+        if find_problem(plan, room=0.1 * plan.device.memory) is None:
+            return settings
+    raise SkipStage("megarl plan finds no number of frozen layers with which it fits")
+
+
+def of_both_models(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{model}.{k}={json.dumps(v)}" for model in ("actor", "critic") for k, v in settings.items()]
+
+
+def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
+    """Return the overrides that run the pretrained demo on this machine's devices."""
+    cuda, te, task = given.has(CUDA), given.has(TE), given.out / "small"
+    engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
+    return [
+        *(f"model.path={folder}", f"data.train=[{task / 'train.jsonl'}]"),
+        *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0"),
+        *(f"parallel.device={'cuda' if cuda else 'auto'}", f"parallel.dp={dp}"),
+        *(f"model.layers={'te' if te else 'portable'}", f"model.dtype={'bf16' if cuda or te else 'fp32'}"),
+        *(f"rollout.engine={engine}", "rollout.engine_memory=0.4", "rollout.dynamic_sampling.enabled=false"),
+        *(["update.share_prompts=false"] if te else []),
+        *([f"rollout.engine_options={json.dumps(given.engine_options)}"] if given.engine_options else []),
+        *described(given),
+    ]
+
+
+def described(given: Given) -> list[str]:
+    """Return the overrides that describe this machine to the planner and reduce the log output."""
+    host = given.machine["host_memory"] / GIB
+    devices = [f"cluster.gpu={kind_of_gpu(given)}", f"cluster.host_memory={host:.0f}"]
+    return [*devices, "log.terminal=plain", "log.report=false"]
+
+
+def overrides_of(name: str, given: Given) -> list[str]:
+    """Return the overrides of a stage's run."""
+    world = given.world
+    tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # tokens are letters
+    if name in ("vapo_bf16", "vapo_fp8"):
+        made = on_device(given, small(given))
+        made += ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"] if name == "vapo_fp8" else []
+        if given.tiny:
+            made += [*tiny, "steps=2", "rollout.prompts=2", "rollout.group_size=2", "update.mini_batch=4"]
+            return made
+        made += ["steps=8", "rollout.prompts=64", "update.mini_batch=256", "rollout.max_batch=512"]
+        return [*made, "update.tokens_per_micro_batch=16384"]
+    if name == "seven_vapo":
+        assert given.model_7b is not None
+        return [
+            *on_device(given, given.model_7b),
+            *("rollout.prompts=16", "rollout.max_response_tokens=512", "reward.overlong.buffer=128"),
+            *("rollout.max_batch=128", "rollout.engine_memory=0.6", "data.max_prompt_tokens=256"),
+            *("update.mini_batch=64", "update.tokens_per_micro_batch=8192", "model.recompute=full"),
+            *("actor.lr=1e-6", "critic.lr=2e-6", "steps=4", "data.eval=[]", "checkpoint.export_hf=false"),
+        ]
+    if name == "resume":
+        made = [
+            *on_device(given, small(given), world),
+            *("rollout.group_size=4", f"rollout.prompts={2 * world}"),
+        ]
+        made += [f"update.mini_batch={8 * world}", "checkpoint.every=1", "checkpoint.export_hf=false"]
+        made += ["data.eval=[]", "value_pretraining.steps=0"]
+        made += ["actor.schedule=constant", "critic.schedule=constant"]  # other schedules depend on `steps`
+        return [*made, *(tiny if given.tiny else [])]
+    if given.model_7b is None:
+        made = on_device(given, small(given), world)
+        if given.tiny:
+            return [
+                *made,
+                *tiny,
+                "steps=2",
+                "rollout.prompts=4",
+                "rollout.group_size=2",
+                "update.mini_batch=8",
+            ]
+        made += ["steps=20", f"rollout.prompts={32 * world}", f"update.mini_batch={128 * world}"]
+        return [*made, "rollout.max_batch=256"]
+    task = given.data or given.out / "small" / "train.jsonl"
+    return [  # the recipe, reduced to fit an hour
+        *(
+            f"model.path={given.model_7b}",
+            f"parallel.dp={world // 2}",
+            f"data.train=[{task}]",
+            "data.eval=[]",
+        ),
+        *("evaluation.every=0", "rollout.prompts=64", "update.mini_batch=128", "data.max_prompt_tokens=1024"),
+        *("rollout.max_response_tokens=2048", "reward.overlong.buffer=512", "steps=20"),
+        *("update.tokens_per_micro_batch=16384", "value_pretraining.steps=3", "checkpoint.every=0"),
+        *("checkpoint.export_hf=false", *described(given)),
+    ]
+
+
+def config_of(name: str, given: Given) -> str:
+    large = name == "vapo_20" and given.model_7b is not None
+    return f"configs/{'vapo_7b' if large else 'demos/smollm2_vapo'}.yaml"
+
+
+def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
+    """Return the planner's inputs for a stage's run on this GPU."""
+    from megarl.config import load_config
+    from megarl.plan.inputs import make_plan_inputs
+    from megarl.weights.families import read_config
+
+    loaded = load_config(ROOT / config_of(name, given), overrides)
+    return make_plan_inputs(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)
