@@ -385,7 +385,7 @@ def draw_entropy(runs: Runs) -> Drawing | None:
 
 
 def draw_value_error(runs: Runs) -> Drawing | None:
-    """Plot the mean |V - R|, and for one family's last steps V - R, by position in the response."""
+    """Plot the mean |V - R|, and for one family's last steps V - R, by position."""
     tables = collect_tables(runs, "value_error")
     is_one_family = all(text for _, text, _ in tables)
     lines = []

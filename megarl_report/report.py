@@ -33,7 +33,7 @@ EVALUATED = {
     "length_mean": ".0f",
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
-# The sample browser's folded steps, and the characters shown of each of their responses.
+# Folded steps of the sample browser, and characters shown of each response.
 MORE_STEPS, MORE_CHARACTERS = 6, 1500
 UNFOLDED = 3  # episodes with more turns show only the last one unfolded
 

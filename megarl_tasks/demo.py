@@ -58,9 +58,12 @@ LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # steps, longer than any run: evaluate only before and after it
+NEVER = 1000  # steps: evaluate only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
 
+# Files that a user may put into --folder.
+FETCHED = {wheel.file for model in PRETRAINED.values() for wheel in model.wheels}
+FETCHED |= {f"gsm8k_{name}.jsonl" for name in gsm8k.FILES}
 MARK = ".megarl-demo"  # in --folder: the demo created it
 MARK_WARM_START = ".megarl-demo-warm-start"  # checksums of inputs and result
 MARK_RUN = ".megarl-demo-run"  # in a folder that the next run may delete
@@ -254,7 +257,10 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
     ):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path}: not a folder (choose another {key})")
-        if path.exists() and any(path.iterdir()) and not (path / mark).exists():
+        names = {child.name for child in path.iterdir()} if path.exists() else set()
+        if path == folder:
+            names -= FETCHED
+        if names and mark not in names:
             raise ConfigError(f"{path}: exists and was not made by megarl demo (choose another {key})")
     for input_path in (place / "sft" / "hf", config.model.path, config.critic.path):
         if input_path and input_path.resolve().is_relative_to(config.run_dir.resolve()):

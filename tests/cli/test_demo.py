@@ -18,6 +18,7 @@ from megarl.plan.inputs import make_plan_inputs
 from megarl.schedule.identity import identity
 from megarl.weights.known_models import KNOWN_MODELS
 from megarl_tasks.demo import MARK, MARK_RUN
+from megarl_tasks.pretrained import QWEN_05B
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
 from tests.rehearsal.fakecuda import pretend
@@ -255,6 +256,18 @@ class TestDevice:
         assert (config.parallel.device, config.rollout.engine) == ("cpu", "transformers")
         assert (config.steps, config.model.dtype, config.update.tokens_per_micro_batch) == (2, "bf16", 2048)
         assert "2 steps of 128 responses" in printed and "on CPUs each step takes hours (steps=2 " in printed
+
+    def test_a_folder_with_nothing_but_fetched_files(self, started: Any, tmp_path: Path) -> None:
+        arguments = ("--model", "qwen0.5b", "--device", "cpu")
+        folder = tmp_path / "demo"
+        folder.mkdir()
+        for name in (QWEN_05B.wheels[2].file, "gsm8k_train.jsonl"):
+            (folder / name).touch()
+        (folder / "thesis.txt").write_text("precious")
+        assert main(["demo", *arguments, "--folder", str(folder)]) == 2
+        (folder / "thesis.txt").unlink()
+        started(*arguments)
+        assert (folder / MARK).exists()
 
     def test_other_models_on_a_gpu(self, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         pretend(monkeypatch, devices=1)
