@@ -7,12 +7,14 @@ RECIPE ?= vapo
 SEED ?= 0
 # Tensor-parallel size of `make demo`; empty: what the demo's config says.
 TP ?=
-# Model of `make demo`: tiny, or smollm2, a pretrained one.
+# Model of `make demo`: tiny, or a pretrained one: smollm2, or qwen0.5b for a GPU.
 MODEL ?= tiny
-# Task of `make demo MODEL=smollm2`: sums, or calculator, word problems with a tool to call.
-TASK ?= sums
-# Rollout engine of `make demo`: transformers or sglang.
-ENGINE ?= transformers
+# Device of `make demo`: cpu, cuda (in .venv-gpu) or auto; empty: what the demo's config says.
+DEVICE ?=
+# Task of `make demo MODEL=smollm2`: sums, or calculator, word problems with a tool to call; empty: the model's own.
+TASK ?=
+# Rollout engine of `make demo`: transformers or sglang; empty: sglang on a GPU where it is installed, else transformers.
+ENGINE ?=
 # Test processes. Tests start ranks of their own, one thread each: two of them keep two cores busy.
 JOBS ?= 2
 # Recipe of `make demo-te`; empty: bf16.
@@ -92,13 +94,21 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	$(BIN)/python -m pip install --quiet $(WHEELS) -c constraints-cpu.txt -e '.[dev]'
 	@touch $@
 
-ifeq ($(ENGINE),sglang)
+DEMO = demo --model $(MODEL) $(if $(DEVICE),--device $(DEVICE)) $(if $(TASK),--task $(TASK)) --recipe $(RECIPE) --seed $(SEED) \
+	$(if $(ENGINE),rollout.engine=$(ENGINE))
+
+ifeq ($(DEVICE),cuda)
+# Before 12 GB are installed for nothing. (WSL has /dev/dxg.)
+$(if $(filter demo,$(MAKECMDGOALS)),$(if $(wildcard /proc/driver/nvidia/version /dev/dxg),,$(error DEVICE=cuda: no NVIDIA driver is loaded (run it on a GPU machine, or set DEVICE=cpu))))
+demo: $(GPU)/installed
+	$(GPU)/bin/megarl $(DEMO) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
+else ifeq ($(ENGINE),sglang)
 # One rank and one engine: with the config's two ranks there would be two engines, of three processes each.
 demo: $(SGLANG)/installed
-	$(SGLANG)/bin/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=sglang parallel.tp=$(or $(TP),1) $(ARGS)
+	$(SGLANG)/bin/megarl $(DEMO) parallel.tp=$(or $(TP),1) $(ARGS)
 else
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2 TASK=calculator SEED=0 TP=2 ENGINE=sglang
-	$(BIN)/megarl demo --model $(MODEL) --task $(TASK) --recipe $(RECIPE) --seed $(SEED) rollout.engine=$(ENGINE) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2|qwen0.5b DEVICE=cuda TASK=calculator SEED=0 TP=2 ENGINE=sglang
+	$(BIN)/megarl $(DEMO) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
 
 demo-te: $(STAMP) $(TE)/installed ## the DAPO demo on Transformer Engine's layers, kernels emulated: FP8=tensorwise, or FP8= for bf16

@@ -72,9 +72,9 @@ def draw_figure(spec: Spec, runs: Runs) -> Drawing | None:
 
 
 def draw_curves(spec: Spec, runs: Runs) -> Drawing | None:
-    """Plot one run with a colour per curve, several with a colour per run and a style per curve.
+    """Plot one run with a colour per curve, several with a style per curve.
 
-    Runs that differ only in seed share a curve: their mean, with a band of their range."""
+    Seeds of a run share a curve: their mean, with a band of their range."""
 
     def read_points(run: RecordedRun, key: str) -> Points:
         # With one sample, pass and majority equal the average.
@@ -114,7 +114,7 @@ def draw_rewards(runs: Runs) -> Drawing | None:
 
 
 def draw_groups(runs: Runs) -> Drawing | None:
-    """Plot the shares of groups that are kept, all wrong (of one run only) and all right."""
+    """Plot shares of groups: kept, all right, and for one run all wrong."""
 
     def read_shares(run: RecordedRun, name: str) -> Points:
         steps = run.by_stage.get(TRAIN, {}).items()
@@ -155,7 +155,7 @@ def _words(name: str) -> str:
 
 
 def draw_times(runs: Runs) -> Drawing | None:
-    """Plot the seconds of each phase, and of the rest of the step; for several runs bars of the means."""
+    """Plot the seconds of each phase and of the rest; for several runs bars of means."""
     phases = _phases(runs, "time/")
     remainder = "other" if phases else "whole step"
     colours = {**phases, remainder: COLOURS[-1] if phases else BLUE}
@@ -186,7 +186,7 @@ def draw_times(runs: Runs) -> Drawing | None:
 
 
 def draw_timeline(runs: Runs) -> Drawing | None:
-    """Plot each rank's phases in a few steps of one run, with a table of waiting times."""
+    """Plot each rank's phases in a few steps, with waiting times."""
     if len(runs) != 1 or not runs[0].timeline:
         return None
     run = runs[0]
@@ -253,7 +253,7 @@ def _choose_timeline_steps(run: RecordedRun) -> list[tuple[str, float, float]]:
 
 
 def _tabulate_waits(run: RecordedRun, names: Sequence[str]) -> tuple[list[str], list[tuple[list[str], bool]]]:
-    """Return a table's heads and rows: the share of each rank's time that it waited, by phase."""
+    """Return heads and rows: shares of each rank's time spent waiting, by phase."""
     waits: dict[str, dict[str, float]] = {}  # rank -> phase -> share
     for rank, phases in run.timeline.items():
         total = sum(phase["end"] - phase["begin"] for phase in phases) or 1.0
@@ -385,7 +385,7 @@ def draw_entropy(runs: Runs) -> Drawing | None:
 
 
 def draw_value_error(runs: Runs) -> Drawing | None:
-    """Plot the mean |V - R|, and for one family's last steps V - R, by position in the response."""
+    """Plot the mean |V - R|, and for one family's last steps V - R, by position."""
     tables = collect_tables(runs, "value_error")
     is_one_family = all(text for _, text, _ in tables)
     lines = []

@@ -1,4 +1,4 @@
-"""SVG figures with a phone's width, and CSS variables as colours for light and dark pages."""
+"""SVG figures with a phone's width, and CSS variables as colours."""
 
 from __future__ import annotations
 
@@ -99,8 +99,7 @@ def average_neighbours(points: Points) -> tuple[list[float], list[float]]:
 def moving_average(ys: Sequence[float]) -> list[float]:
     """Return the centred mean over an eighth of a short curve, a twentieth of a long one.
 
-    At the ends the window is not centred. There the value of a fitted line is returned, since a mean would
-    flatten a steep start."""
+    At the ends a fitted line's value, since a mean would flatten a steep start."""
     half_width = max(min(len(ys) // 16, 10), len(ys) // 40)
     averages = []
     for i in range(len(ys)):
@@ -268,7 +267,7 @@ def draw_stairs(
 
 
 def draw_bars(rows: Mapping[str, Sequence[tuple[float, str]]], unit: str) -> str:
-    """Plot one horizontal bar per row from (length, colour) pieces, with their sum at its end."""
+    """Plot a horizontal bar per row from (length, colour) pieces, with their sum."""
     fig, axes = figure(right=52, left=6, height=max(HEIGHT, 46 + 38 * len(rows)))
     axes.grid(False)
     for y, (name, pieces) in enumerate(rows.items()):

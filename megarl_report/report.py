@@ -1,4 +1,4 @@
-"""Data of templates/report.html.j2: a self-contained page without scripts about one or several runs."""
+"""Data of templates/report.html.j2, a self-contained page about one or several runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVALUATED = {
     "length_mean": ".0f",
 }
 TRAINED = {"responses": ".0f", "accuracy": ".3f", "score": ".3f", "length": ".0f"}
-# The sample browser's folded steps, and the characters shown of each of their responses.
+# Folded steps of the sample browser, and characters shown of each response.
 MORE_STEPS, MORE_CHARACTERS = 6, 1500
 UNFOLDED = 3  # episodes with more turns show only the last one unfolded
 
@@ -59,7 +59,7 @@ page: Any = _templates.get_template("page.html.j2").module
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     """Write a report to `out`, a file or folder, and return the file's path.
 
-    Raises DataError for missing or damaged files of a run, ConfigError if `out` cannot be written."""
+    Raises DataError for missing or damaged files, ConfigError if `out` cannot be written."""
     if not run_dirs:
         raise DataError("report: no run folder given (name at least one)")
     html = render([load_run(run_dir) for run_dir in run_dirs])
@@ -127,11 +127,30 @@ def make_headline(run: RecordedRun) -> tuple[str, str, str]:
             remark += f", avg@{k}" if "eval/k" in record else ", avg"
             if "eval/problems" in record:
                 remark += f" over {record['eval/problems']} problems"
+            intervals = [
+                _format_interval(run.by_stage[EVALUATION][step]) for step in sorted({first_step, last_step})
+            ]
+            if all(intervals):
+                remark += f"; 95 % confidence: {' → '.join(intervals)}"
             for name in ("pass", "majority"):
                 if k > 1 and isinstance(record.get(f"eval/{name}"), int | float):
                     remark += f"; {name}@{k} {record[f'eval/{name}']:.3f} at the end"
         return title, change, remark
     return "Nothing recorded", "", ""
+
+
+def _format_interval(record: Mapping[str, Any]) -> str:
+    """Format the 95 % interval; empty unless k is 1."""
+    from megarl.algorithms.scores import interval
+
+    problems, accuracy = record.get("eval/problems"), record.get("eval/avg")
+    if record.get("eval/k") != 1 or not isinstance(problems, int) or not isinstance(accuracy, float):
+        return ""
+    if not (problems and 0 <= accuracy <= 1):
+        return ""
+    right = round(accuracy * problems)
+    low, high = interval([1.0] * right + [0.0] * (problems - right), 1)
+    return f"{low:.3f} to {high:.3f}"
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
@@ -158,9 +177,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 
 def tabulate_sources(run: RecordedRun) -> dict[str, Any]:
-    """Return a table of evaluation sets and data sources.
-
-    It has the first and last evaluation, and means over the last tenth of training steps."""
+    """Return a table of evaluation sets (first and last) and data sources (last tenth of the steps)."""
     steps = run.by_stage.get(TRAIN, {})
     last_records = [steps[step] for step in sorted(steps)[-max(1, len(steps) // 10) :]]
     trained_sources = {

@@ -1,4 +1,4 @@
-"""The demo's task: sums of 3 to 7 numbers, added one by one by an error-prone teacher."""
+"""The demo's task: sums of 3 to 7 numbers, solved by an error-prone teacher."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sample_problem(rng: random.Random) -> Sum:
 def chain(problem: Sum, rng: random.Random, error: float = ERROR) -> tuple[str, int]:
     """Return one addition per line, and the resulting sum. Errors carry over to later lines.
 
-    They are up to 3: errors of 1 would often cancel, so that guesses would be as good as chains."""
+    They are up to 3, as errors of 1 would often cancel."""
     total, lines = problem.terms[0], []
     for term in problem.terms[1:]:
         result = total + term

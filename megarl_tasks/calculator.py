@@ -1,4 +1,4 @@
-"""The demo with a tool: one-step word problems and a calculator.
+"""Word problems and a calculator.
 
 The model writes `Call: calc(214 + 377)`, reads `Result: 591`, and ends with `Answer: 591`."""
 
@@ -107,9 +107,7 @@ def write_task(folder: Path, seed: int) -> None:
 
 
 def calc(expression: str) -> str:
-    """Return the value of a sum, difference, product or quotient of two numbers, to six decimals.
-
-    Raises ValueError for anything else."""
+    """Return a sum, difference, product or quotient, to six decimals. Raises ValueError."""
     try:
         expression_node = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

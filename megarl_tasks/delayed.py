@@ -1,7 +1,7 @@
 """The ablations' task: a sum that is decided early in a response and graded late.
 
-A teacher with a bad habit adds four numbers modulo 10. Then a countdown repeats the result, so that
-advantages must reach 60 to 170 tokens back."""
+A teacher with a bad habit adds four numbers modulo 10. A countdown repeats the result, so advantages
+must reach 60 to 170 tokens back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DelayedSum(NamedTuple):
 
 
 def sample_problem(rng: random.Random) -> DelayedSum:
-    """Sample a problem. Few different additions occur, so that a small model learns them well."""
+    """Sample a problem, of few different additions, which a small model learns."""
     terms = (rng.randint(0, 9), *(rng.randint(1, MAX_TERM) for _ in range(TERMS - 1)))
     return DelayedSum(terms, rng.randint(SHORTEST, LONGEST))
 

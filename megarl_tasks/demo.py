@@ -1,13 +1,13 @@
-"""`megarl demo`: a first run.
-
-Recipes with the same seed share the task and the warm start. Each recipe has a folder."""
+"""`megarl demo`. Recipes with the same seed share task and warm start; each has a folder."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,17 +24,28 @@ from megarl.config.load import config_file, set_key
 from megarl.config.schema import Config
 from megarl.observe.run_log import OBSERVED
 from megarl.parallel.lease import hold_lease, replace_folder
-from megarl.parallel.machine import GIB, cores, matrix_rates
-from megarl_tasks import calculator, pretrained
-from megarl_tasks.pretrained import SMOLLM2, fetch
+from megarl.parallel.machine import GIB, cores, matrix_rates, unseen_gpu
+from megarl_tasks import calculator, gsm8k, pretrained
+from megarl_tasks.pretrained import PRETRAINED, fetch
 
-Model = Literal["tiny", "smollm2"]
+Model = Literal["tiny", "smollm2", "qwen0.5b"]
 Recipe = Literal[
     "vapo", "dapo", "tppo", "sao", "vc_ppo", "asyppo", "rloo", "dr_grpo", "gdpo", "spo", "sppo",
     "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
 ]  # fmt: skip
-Task = Literal["sums", "calculator"]
-FOLDERS: dict[Model, Path] = {"tiny": Path("runs/demo"), "smollm2": Path("runs/smollm2")}
+Task = Literal["sums", "calculator", "gsm8k"]
+Device = Literal["auto", "cpu", "cuda"]
+FOLDERS: dict[Model, Path] = {
+    "tiny": Path("runs/demo"),
+    "smollm2": Path("runs/smollm2"),
+    "qwen0.5b": Path("runs/qwen0.5b"),
+}
+# The first is the default.
+TASKS: dict[Model, tuple[Task, ...]] = {
+    "tiny": ("sums",),
+    "smollm2": ("sums", "calculator"),
+    "qwen0.5b": ("gsm8k",),
+}
 # The unit of cost is a forward pass over one response.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
 TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, with a share of the prompt
@@ -47,9 +58,12 @@ LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
 LEAST, MOST = 8, 16  # steps
-NEVER = 1000  # steps, longer than any run: evaluate only before and after it
+NEVER = 1000  # steps: evaluate only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
 
+# Files that a user may put into --folder.
+FETCHED = {wheel.file for model in PRETRAINED.values() for wheel in model.wheels}
+FETCHED |= {f"gsm8k_{name}.jsonl" for name in gsm8k.FILES}
 MARK = ".megarl-demo"  # in --folder: the demo created it
 MARK_WARM_START = ".megarl-demo-warm-start"  # checksums of inputs and result
 MARK_RUN = ".megarl-demo-run"  # in a folder that the next run may delete
@@ -65,19 +79,26 @@ def demo(
         Model,
         Option(
             help="tiny: made here, a hundred thousand parameters; smollm2: SmolLM2-135M-Instruct, fetched "
-            "(93 MB)"
+            "(93 MB); qwen0.5b: Qwen2.5-Coder-0.5B-Instruct, fetched (478 MB), for one GPU"
         ),
     ] = "tiny",
+    device: Annotated[
+        Device | None,
+        Option(help="auto: cuda if there is a GPU; default: cpu, with --model qwen0.5b cuda"),
+    ] = None,
     task: Annotated[
-        Task,
-        Option(help="sums; calculator: with --model smollm2, word problems with a calculator to call"),
-    ] = "sums",
+        Task | None,
+        Option(
+            help="sums; calculator: with --model smollm2, word problems with a calculator to call; "
+            "gsm8k: with --model qwen0.5b; default: what the model can do"
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         Option(
             metavar="FOLDER",
             help="everything is written below it (seeds other than 0: in its seed-N); default: runs/demo, "
-            "or runs/smollm2 with that model",
+            "or runs/MODEL for the other models",
         ),
     ] = None,
     layers: Annotated[
@@ -90,39 +111,33 @@ def demo(
         bool, Option("--data-only", help="write the data and the untrained model, and train nothing")
     ] = False,
 ) -> int:
-    """Make a tiny model and a task, warm-start it, then train it by reinforcement: minutes on a CPU.
+    """Make a tiny model, warm-start it, then train it by reinforcement: minutes on a CPU.
 
     Or fetch a pretrained model, and train that."""
+    task = task or TASKS[model][0]
     _check_options(recipe, model, task, layers, experts)
     start_time = time.time()
     folder = folder or FOLDERS[model]
-    task_folder = folder if task == "sums" else folder / task
+    task_folder = folder / task if task == "calculator" else folder
     task_folder = task_folder if seed == 0 else task_folder / f"seed-{seed}"
     task_folder = task_folder / f"experts-{experts}" if experts else task_folder
-    initial_model, size_overrides = task_folder / "sft" / "hf", []
-    recipe_file = config_file(f"configs/demos/{recipe}.yaml")
+    recipe_file = _recipe_file(model, task, recipe)
+    initial_model = task_folder / "sft" / "hf"
     if model != "tiny":
-        name = model if task == "sums" else task
-        recipe_file, initial_model = config_file(f"configs/demos/{name}_{recipe}.yaml"), folder / "model"
-        run_sizes = choose_sizes(matrix_rates(min(RANKS, cores())), cores(), recipe, task)
-        size_overrides = run_sizes.overrides()
-        print(run_sizes, flush=True)
-    eval_entries: list[Any] = [task_folder / "eval.jsonl"]
-    if task == "calculator":
-        eval_entries.append(
-            {"path": task_folder / "without_tool.jsonl", "name": "without_tool", "every": NEVER}
-        )
+        initial_model = folder / load_config(recipe_file).model.path.name
+    wanted_device = device or load_config(recipe_file, overrides).parallel.device
     rl_overrides = [
         set_key("seed", seed),
-        set_key("data.train", [task_folder / "train.jsonl"]),
-        set_key("data.eval", eval_entries),
+        *_data_overrides(task, folder, task_folder),
         set_key("model.path", initial_model),
         set_key("run_dir", task_folder / recipe),
-        *size_overrides,
+        *_machine_overrides(model, task, recipe, _find_device(wanted_device)),
         *overrides,
     ]
     config = load_config(recipe_file, rl_overrides)
     check_config(config, str(recipe_file))  # before the warm start
+    if task == "gsm8k":
+        print(_describe_run(config), flush=True)
     _check_folders(config, folder, task_folder)
     # Ranks are forked, so no thread renews the lease: training and the wait for ranks do.
     with hold_lease(folder, "megarl demo", remedy="wait for it, or choose another --folder"):
@@ -130,13 +145,13 @@ def demo(
         if model == "tiny":
             exit_code = _make_tiny(task_folder, seed, layers, experts, config, data_only=data_only)
         else:
-            exit_code = _make_pretrained(folder, task_folder, seed, task)
+            exit_code = _make_pretrained(model, initial_model, folder, task_folder, seed, task)
         if exit_code:
             return exit_code
         if data_only:
             print(f"data and untrained model written to {task_folder}")
             return 0
-        what = "reinforcement learning, with nothing but a rule that checks the final answers"
+        what = "reinforcement learning with a rule that checks final answers"
         print(f"[2/2] {config.recipe.upper()}: {what}", flush=True)
         _make_anew(config.run_dir, MARK_RUN)
         if exit_code := train(recipe_file, rl_overrides):
@@ -157,8 +172,80 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
     if model != "tiny" and recipe not in COSTS:
         recipes = " or ".join(COSTS)
         raise ConfigError(f"--recipe: with --model {model} it is {recipes} (got {recipe})")
-    if model == "tiny" and task != "sums":
-        raise ConfigError(f"--task: {task} is for a pretrained model (add --model smollm2)")
+    if task not in TASKS[model]:
+        right_model = next(name for name, tasks in TASKS.items() if task in tasks)
+        raise ConfigError(f"--task: {task} is for another model (add --model {right_model})")
+
+
+def _recipe_file(model: Model, task: Task, recipe: Recipe) -> Path:
+    prefix = "calculator_" if task == "calculator" else "" if model == "tiny" else f"{model}_"
+    return config_file(f"configs/demos/{prefix}{recipe}.yaml")
+
+
+def _data_overrides(task: Task, folder: Path, task_folder: Path) -> list[str]:
+    train, evaluation = task_folder / "train.jsonl", task_folder / "eval.jsonl"
+    if task == "gsm8k":
+        train, evaluation = folder / "gsm8k_train.jsonl", folder / "gsm8k_eval.jsonl"
+    eval_entries: list[Any] = [evaluation]
+    if task == "calculator":
+        without_tool = {"path": task_folder / "without_tool.jsonl", "name": "without_tool", "every": NEVER}
+        eval_entries.append(without_tool)
+    return [set_key("data.train", [train]), set_key("data.eval", eval_entries)]
+
+
+def _find_device(wanted: Device) -> Literal["cpu", "cuda"]:
+    """Raise ConfigError if torch sees no GPU, and one is wanted or has a driver."""
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    reason = unseen_gpu(os.environ)
+    if reason or wanted == "cuda":
+        problem = f"{wanted}, but torch sees no GPU{': ' if reason else ''}{reason or ''}"
+        raise ConfigError(f"--device: {problem} (make install-gpu on a GPU machine, or add --device cpu)")
+    return "cpu"
+
+
+def _machine_overrides(model: Model, task: Task, recipe: Recipe, device: Literal["cpu", "cuda"]) -> list[str]:
+    """Adapt a shipped configuration to the device."""
+    if device == "cuda":
+        # FlashInfer refuses the tiny model's heads.
+        engine = "sglang" if model != "tiny" and find_spec("sglang") else "transformers"
+        one_gpu = ["parallel.device=cuda", "parallel.tp=1", "parallel.dp=1"]
+        one_gpu += [f"rollout.engine={engine}", "rollout.engine_memory=0.4"]
+        if model == "smollm2":
+            one_gpu += [
+                "model.layers=auto",
+                "model.dtype=bf16",
+                "update.share_prompts=false",
+                f"steps={MOST}",
+            ]
+        return one_gpu
+    if model == "tiny":
+        return ["parallel.device=cpu"]
+    rates = matrix_rates(min(RANKS, cores()))
+    if model == "smollm2":
+        sizes = choose_sizes(rates, cores(), recipe, task)
+        print(sizes, flush=True)
+        return ["parallel.device=cpu", *sizes.overrides()]
+    dtype = max(rates, key=lambda precision: rates[precision] * REACHED[precision])
+    return [
+        *("parallel.device=cpu", "rollout.engine=transformers", "update.tokens_per_micro_batch=2048"),
+        *(f"model.dtype={dtype}", set_key("parallel.threads", cores())),
+    ]
+
+
+def _describe_run(config: Config) -> str:
+    responses = config.rollout.prompts * config.rollout.group_size
+    size = f"{config.steps} steps of {responses} responses, rollouts by {config.rollout.engine}"
+    if config.parallel.device == "cuda":
+        return f"one GPU: {size} (steps=20 rollout.prompts=32 change that)"
+    if responses < 64:
+        return size
+    smaller = "steps=2 rollout.prompts=2 rollout.group_size=2 update.mini_batch=4 evaluation.max_problems=8"
+    return f"{size}: on CPUs each step takes hours ({smaller} make it short)"
 
 
 def _check_folders(config: Config, folder: Path, place: Path) -> None:
@@ -170,7 +257,10 @@ def _check_folders(config: Config, folder: Path, place: Path) -> None:
     ):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path}: not a folder (choose another {key})")
-        if path.exists() and any(path.iterdir()) and not (path / mark).exists():
+        names = {child.name for child in path.iterdir()} if path.exists() else set()
+        if path == folder:
+            names -= FETCHED
+        if names and mark not in names:
             raise ConfigError(f"{path}: exists and was not made by megarl demo (choose another {key})")
     for input_path in (place / "sft" / "hf", config.model.path, config.critic.path):
         if input_path and input_path.resolve().is_relative_to(config.run_dir.resolve()):
@@ -198,25 +288,32 @@ def _make_tiny(place: Path, seed: int, layers: int, experts: int, config: Config
     return _warm_start(config_file("configs/demos/sft.yaml"), sft_overrides)
 
 
-def _make_pretrained(folder: Path, place: Path, seed: int, task: Task) -> int:
+def _make_pretrained(
+    model: Model, model_folder: Path, folder: Path, place: Path, seed: int, task: Task
+) -> int:
     from megarl.weights.gguf import gguf_to_hf
 
     place.mkdir(parents=True, exist_ok=True)
-    {"sums": pretrained, "calculator": calculator}[task].write_task(place, seed)
-    model_folder = folder / "model"
-    what = f"SmolLM2-135M-Instruct, of the package {SMOLLM2.package} {SMOLLM2.version}"
+    if task == "gsm8k":
+        print(f"[1/2] data: GSM8K, in {folder} or else from {gsm8k.URL}", flush=True)
+        gsm8k.fetch_gsm8k(folder, folder)
+    else:
+        {"sums": pretrained, "calculator": calculator}[task].write_task(place, seed)
+    source = PRETRAINED[model]
+    what = f"{source.title}, from {source.package} {source.version}"
     if (model_folder / "SHA256SUMS").is_file():  # written last
         print(f"[1/2] model: {what}, is in {model_folder}", flush=True)
         return 0
-    print(f"[1/2] model: {what}: fetched (93 MB) and converted to {model_folder}", flush=True)
-    gguf = fetch(SMOLLM2, folder)
+    size = f"{source.megabytes} MB"
+    print(f"[1/2] model: {what}: fetched ({size}) and converted to {model_folder}", flush=True)
+    gguf = fetch(source, folder)
     gguf_to_hf(gguf, model_folder)
     gguf.unlink()
     return 0
 
 
 class RunSizes(NamedTuple):
-    """A run on the pretrained model. rates: GFLOP/s per core; seconds: estimate."""
+    """A run on a CPU. rates: GFLOP/s per core; seconds: estimate."""
 
     rates: Mapping[str, float]
     dtype: str
@@ -245,8 +342,8 @@ class RunSizes(NamedTuple):
 def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task = "sums") -> RunSizes:
     """Choose precision, responses and steps from a core's rates.
 
-    Training takes QUICK seconds if LEAST steps fit, else up to LEAST steps within LONGEST, if necessary with
-    half the responses."""
+    QUICK seconds if LEAST steps fit, else up to LEAST steps within LONGEST, if necessary of half the
+    responses."""
     dtype = max(rates, key=lambda precision: rates[precision] * REACHED[precision])
     ranks = min(RANKS, cores)
     threads = cores // ranks
@@ -268,7 +365,9 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield whether the machine can train the pretrained model."""
+    """Yield whether the machine can train the pretrained models."""
+    if machine.gpus:
+        yield Ability("a pretrained model on a GPU", True, "make demo MODEL=qwen0.5b DEVICE=cuda")
     if machine.rates is None:
         return
     name = "a pretrained model on CPUs"

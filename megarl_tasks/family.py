@@ -1,4 +1,4 @@
-"""Tasks for ablations. Each setting shows the effect of one technique of the papers.
+"""Tasks for ablations, each of which shows the effect of one technique.
 
 As in delayed.py, the first additions decide the result, and later lines only repeat it. With `adds` every
 line is an addition.

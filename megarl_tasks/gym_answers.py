@@ -158,9 +158,8 @@ def _puzzle24(answer: str, entry: Mapping[str, Any]) -> str:
 def _probability(answer: str, entry: Mapping[str, Any]) -> str:
     """Accept a decimal number or fraction, ignoring commas.
 
-    The scorer gives full reward to a prefix of the correct number, such as 0. So refuse a wrong answer that
-    is shorter than the correct number. The scorer also accepts 0 for values below its tolerance. So refuse
-    answers within the tolerance that are wrong by more than 1 %."""
+    The scorer accepts a prefix of the correct number, such as 0: refuse wrong answers that are shorter. It
+    also accepts 0 for values below its tolerance: refuse answers that are wrong by more than 1 %."""
     if not _NUMBER.fullmatch(number_text := answer.replace(",", "")):
         raise Refused
     value, correct_value = float(Fraction(number_text)), float(Fraction(entry["answer"].replace(",", "")))

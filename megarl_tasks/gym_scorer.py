@@ -1,7 +1,7 @@
 """reasoning-gym's tasks (extra `gym`), and their scorers as a verifier.
 
-To generate or grade, import this only in a process with a fixed PYTHONHASHSEED: some tasks depend on it.
-Verifier workers and the generator process of gym.py have one."""
+Import this only in a process with a fixed PYTHONHASHSEED, on which some tasks depend. Verifier workers
+and gym.py's generator have one."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from megarl.weights.families import read_config
 _KNOWN: dict[str, tuple[str | int | bool | None, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
     "Qwen2.5-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
+    "Qwen2.5-Coder-0.5B": ("qwen2", 24, 896, 14, 2, 64, 4864, 151936, True),
+    "Qwen2.5-Coder-1.5B": ("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, True),
     "Qwen2.5-3B": ("qwen2", 36, 2048, 16, 2, 128, 11008, 151936, True),
     "Qwen2.5-7B": ("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, False),
     "Qwen2.5-14B": ("qwen2", 48, 5120, 40, 8, 128, 13824, 152064, False),
@@ -86,8 +88,8 @@ for _name, _dense, _shared, _rank in (
 def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[str, Any]]:
     """Return (origin, config.json) of the model to plan. Raises ConfigError if there is none.
 
-    In this order: the known model `name`, the folder's config.json, the known model with the folder's name
-    (less a suffix such as -Instruct)."""
+    First the known model `name`, then the folder's config.json, then the known model with the folder's name,
+    less a suffix."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
     model_name = path.name if name is None else name

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.config import load_config
+from megarl.cli.main import main
+from megarl.config import Config, check_config, load_config
 from megarl.config.load import PACKAGE
 from megarl.parallel.lease import hold_lease
+from megarl.plan.fit import find_problem
+from megarl.plan.inputs import make_plan_inputs
 from megarl.schedule.identity import identity
+from megarl.weights.known_models import KNOWN_MODELS
 from megarl_tasks.demo import MARK, MARK_RUN
+from megarl_tasks.pretrained import QWEN_05B
 from tests.cli.processes import megarl
 from tests.cli.scene import Scene
+from tests.rehearsal.fakecuda import pretend
+
+ROOT = Path(__file__).parents[2]
 
 # A warm start and runs that take seconds, each in one process.
 WARM_START = (
@@ -163,6 +173,28 @@ class TestRefusals:
         line = scene.refused(*pretrained, "--recipe", "sao")
         assert line == "--recipe: with --model smollm2 it is vapo or dapo (got sao)"
 
+    def test_a_task_of_another_model(self, scene: Scene) -> None:
+        line = scene.refused("demo", "--model", "qwen0.5b", "--task", "sums")
+        assert line == "--task: sums is for another model (add --model tiny)"
+
+    @pytest.mark.parametrize("arguments", [("--model", "qwen0.5b"), ("--device", "cuda")])
+    def test_no_gpu(
+        self, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("megarl_tasks.demo.unseen_gpu", lambda _: "torch is a build for CPUs")
+        line = scene.refused("demo", *arguments, "--folder", str(tmp_path / "x"))
+        assert line.startswith("--device: cuda, but torch sees no GPU: torch is a build for CPUs (")
+        assert line.endswith("or add --device cpu)") and not (tmp_path / "x").exists()
+
+    def test_make_asks_for_a_driver_before_it_installs(self, tmp_path: Path) -> None:
+        if any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
+            pytest.skip("there is a driver")
+        command = ["make", "-n", "demo", "MODEL=qwen0.5b", "DEVICE=cuda"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and not done.stdout
+        assert "DEVICE=cuda: no NVIDIA driver is loaded" in done.stderr and done.stderr.count("\n") == 1
+
     def test_two_at_once(self, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("megarl.parallel.lease.PATIENCE", 0.1)
         with hold_lease(tmp_path / "demo", "megarl demo", remedy=""):
@@ -170,3 +202,92 @@ class TestRefusals:
             line = scene.refused("demo", "--folder", str(tmp_path / "demo"))
         assert line.startswith(f"{tmp_path}/demo: megarl demo runs there since ")
         assert line.endswith("(wait for it, or choose another --folder)")
+
+
+class TestDevice:
+    """The run that `megarl demo` starts on another device."""
+
+    @pytest.fixture
+    def started(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> Callable[..., tuple[Config, str]]:
+        """Return the configuration that would be trained, and the output; nothing is fetched."""
+        configs: list[Config] = []
+
+        def train(file: Path, overrides: Sequence[str]) -> int:
+            configs.append(load_config(file, overrides))
+            return 0
+
+        monkeypatch.setattr("megarl_tasks.demo.train", train)
+        monkeypatch.setattr("megarl_tasks.demo.matrix_rates", lambda _: {"fp32": 80.0, "bf16": 300.0})
+        for function in ("_make_tiny", "_make_pretrained"):
+            monkeypatch.setattr(f"megarl_tasks.demo.{function}", lambda *_, **__: 0)
+        monkeypatch.setattr("megarl_tasks.demo._print_result", lambda *_: None)
+
+        def start(*arguments: str) -> tuple[Config, str]:
+            assert main(["demo", "--folder", str(tmp_path / "demo"), *arguments]) == 0
+            return configs[-1], capsys.readouterr().out
+
+        return start
+
+    @pytest.mark.parametrize("recipe", ["vapo", "dapo"])
+    @pytest.mark.parametrize("engine", ["sglang", "transformers"])
+    def test_qwen_on_a_gpu(
+        self, started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, engine: str
+    ) -> None:
+        pretend(monkeypatch, devices=1)
+        monkeypatch.setattr("megarl_tasks.demo.find_spec", lambda name: engine == "sglang" or None)
+        config, printed = started("--model", "qwen0.5b", "--recipe", recipe)
+        check_config(config, "x")
+        assert (config.recipe, config.parallel.device, config.rollout.engine) == (recipe, "cuda", engine)
+        assert config.data.train[0].path == tmp_path / "demo" / "gsm8k_train.jsonl"
+        assert f"one GPU: 40 steps of 512 responses, rollouts by {engine} (" in printed
+        for layers in ("auto", "portable"):
+            plan = make_plan_inputs(
+                load_config(f"configs/demos/qwen0.5b_{recipe}.yaml", [f"model.layers={layers}"]),
+                {**KNOWN_MODELS["Qwen2.5-Coder-0.5B"], "tie_word_embeddings": False},  # as in the GGUF file
+                world=1,
+            )
+            assert plan.device.memory < 86e9 and find_problem(plan) is None
+
+    def test_qwen_on_a_cpu(self, started: Any) -> None:
+        config, printed = started("--model", "qwen0.5b", "--device", "cpu", "steps=2", "rollout.prompts=16")
+        check_config(config, "x")
+        assert (config.parallel.device, config.rollout.engine) == ("cpu", "transformers")
+        assert (config.steps, config.model.dtype, config.update.tokens_per_micro_batch) == (2, "bf16", 2048)
+        assert "2 steps of 128 responses" in printed and "on CPUs each step takes hours (steps=2 " in printed
+
+    def test_a_folder_with_nothing_but_fetched_files(self, started: Any, tmp_path: Path) -> None:
+        arguments = ("--model", "qwen0.5b", "--device", "cpu")
+        folder = tmp_path / "demo"
+        folder.mkdir()
+        for name in (QWEN_05B.wheels[2].file, "gsm8k_train.jsonl"):
+            (folder / name).touch()
+        (folder / "thesis.txt").write_text("precious")
+        assert main(["demo", *arguments, "--folder", str(folder)]) == 2
+        (folder / "thesis.txt").unlink()
+        started(*arguments)
+        assert (folder / MARK).exists()
+
+    def test_other_models_on_a_gpu(self, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        pretend(monkeypatch, devices=1)
+        monkeypatch.setattr("megarl_tasks.demo.find_spec", lambda name: True)
+        for model, engine, dtype in (("tiny", "transformers", "fp32"), ("smollm2", "sglang", "bf16")):
+            for arguments in ((), ("--recipe", "dapo"), ("--task", "calculator"))[
+                : 2 if model == "tiny" else 3
+            ]:
+                config, _ = started("--model", model, "--device", "cuda", *arguments)
+                check_config(config, "x")
+                parallel = config.parallel
+                assert (parallel.device, parallel.tp, parallel.dp) == ("cuda", 1, 1)
+                assert (config.rollout.engine, config.model.dtype) == (engine, dtype)
+
+    def test_an_override_wins(self, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        pretend(monkeypatch, devices=1)
+        arguments = ("--model", "smollm2", "rollout.engine=transformers", "steps=3")
+        config, _ = started(*arguments, "--device", "cuda")
+        assert (config.parallel.device, config.rollout.engine, config.steps) == ("cuda", "transformers", 3)
+        config, _ = started(*arguments)
+        assert config.parallel.device == "cpu"
+        config, _ = started(*arguments, "--device", "auto")
+        assert config.parallel.device == "cuda"

@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms.scores import interval
 from megarl.config import phases
 from megarl.config.errors import ConfigError, DataError
 from megarl.observe.run_log import RunLog, SampleRecord
@@ -242,6 +243,18 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, records: list[dict[str, obj
     assert make_headline(load_run(tmp_path))[1] == (
         "" if not records else "2.000" if records[0]["stage"] == "sft" else "0.000"
     )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_headline_has_the_intervals_of_single_answers(tmp_path: Path, k: int) -> None:
+    with RunLog(tmp_path) as log:
+        for step, accuracy in ((0, 0.05), (4, 0.3), (8, 0.333), (12, 1 / 3)):
+            record = {"eval/avg": accuracy, "eval/problems": 18 if step else 20, "eval/k": k}
+            log.write_metrics({"step": step, "stage": "eval", **record})
+    remark = make_headline(load_run(tmp_path))[2]
+    low, high = (interval([1.0] * right + [0.0] * (n - right), 1) for right, n in ((1, 20), (6, 18)))
+    expected = f"; 95 % confidence: {low[0]:.3f} to {low[1]:.3f} → {high[0]:.3f} to {high[1]:.3f}"
+    assert remark == f"step 0 to 12, avg@{k} over 18 problems" + (expected if k == 1 else "")
 
 
 def test_memory_and_unknown_phases_are_drawn(tmp_path: Path) -> None:

