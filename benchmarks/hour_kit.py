@@ -126,19 +126,21 @@ def pack(given: argparse.Namespace) -> int:
     for name in [*(name for name in ARCHIVES if name not in given.without), *added]:
         started, folder, path = time.monotonic(), "site", given.kit / f"{name}.tar.xz"
         if name in added:
-            source, folder = Path(added[name]), f"data/{name}"
-            path = path.with_suffix("")  # weights hardly compress
-            write_tar(source if source.is_dir() else source.parent, list_files(source), path, size)
+            source, folder, path = Path(added[name]), "data", path.with_suffix("")  # weights hardly compress
+            files = {str(Path(name, file.relative_to(source))): file for file in list_files(source)}
+            write_tar(files, path, size)
         elif name == "megarl":
-            folder = "megarl"
+            folder = "."
             with open_pieces(path, size) as pipe:
-                subprocess.run([*GIT, "archive", commit], stdout=pipe, check=True)
+                subprocess.run([*GIT, "archive", "--prefix=megarl/", commit], stdout=pipe, check=True)
             if subprocess.check_output([*GIT, "status", "--porcelain"]):
                 print("megarl: uncommitted changes are not packed. Commit them first to include them.")
         else:
-            write_tar(site, contents[name], path, size, given.arch)
+            write_tar(contents[name], path, size, given.arch)
         pieces = [describe(piece) for piece in sorted(given.kit.glob(f"{path.name}.[0-9]*"))]
-        archives[name] = {"folder": folder, "pieces": pieces, "commit": commit}
+        archives[name] = {"folder": folder, "pieces": pieces} | (
+            {"commit": commit} if name == "megarl" else {}
+        )
         megabytes, seconds = sum(piece["bytes"] for piece in pieces) / 1e6, time.monotonic() - started
         print(f"{name}: {megabytes:.1f} MB, {len(pieces)} pieces, {seconds:.0f} s", flush=True)
     manifest = {"python": site.parent.name.removeprefix("python"), "archives": archives}
@@ -147,10 +149,10 @@ def pack(given: argparse.Namespace) -> int:
     return 0
 
 
-def site_files(site: Path) -> dict[str, list[Path]]:
-    """Return the files of a site-packages folder by archive."""
+def site_files(site: Path) -> dict[str, dict[str, Path]]:
+    """Return the files of a site-packages folder by archive and relative path."""
     owner = {package: name for name, packages in PACKAGES.items() for package in packages.split()}
-    archives: dict[str, list[Path]] = {name: [] for name in ARCHIVES}
+    archives: dict[str, dict[str, Path]] = {name: {} for name in ARCHIVES}
     ignored = {*COMMON.split(), *UNUSED.split(), "__pycache__"}
     for path in sorted(site.iterdir()):
         if path.name.removesuffix(".libs") in ignored or path.name.startswith("__editable__"):
@@ -160,9 +162,9 @@ def site_files(site: Path) -> dict[str, list[Path]]:
         for file in (file for folder in folders for file in list_files(folder)):
             member = str(file.relative_to(site))
             if member.startswith(FLASH):
-                archives["flash"].append(file)
+                archives["flash"][member] = file
             elif not member.startswith(LEFT_OUT):
-                archives[owner.get(path.name, "python")].append(file)
+                archives[owner.get(path.name, "python")][member] = file
     return archives
 
 
@@ -172,16 +174,16 @@ def list_files(path: Path) -> list[Path]:
     return [file for file in found if file.is_file() and "__pycache__" not in file.parts]
 
 
-def write_tar(parent: Path, files: list[Path], path: Path, size: int, arch: int | None = None) -> None:
-    """Write files below a parent folder. With `arch`, large libraries keep code for one GPU only."""
+def write_tar(files: dict[str, Path], path: Path, size: int, arch: int | None = None) -> None:
+    """Write files under the names of their keys. With `arch`, large libraries keep code for one GPU only."""
     with open_pieces(path, size) as pipe, TemporaryDirectory() as temp, tarfile.open(None, "w|", pipe) as tar:
         tar.dereference = True  # a model in the cache of Hugging Face is a folder of links
-        for file in files:
+        for name, file in files.items():
             source = file
             if arch is not None and ".so" in file.suffixes and file.stat().st_size > LARGE:
                 source = Path(shutil.copy2(file, temp))
                 keep_only(source, arch)
-            tar.add(source, str(file.relative_to(parent)))
+            tar.add(source, name)
             if source != file:
                 source.unlink()
 
@@ -239,14 +241,14 @@ def unpack_archive(kit: Path, target: Path, name: str, archive: dict[str, Any]) 
         return False
     state.unlink(missing_ok=True)
     if archive["folder"] != "site":  # several archives share `site`
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     opener: Any = lzma.LZMAFile if ".tar.xz." in pieces[0] else nullcontext
     process = subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE)
     with process, opener(process.stdout) as stream, tarfile.open(None, "r|", stream, bufsize=2**16) as tar:
         tar.extractall(folder, filter="data")
     state.write_text(json.dumps(archive))
-    print(f"{name}: unpacked into {folder}, {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{name}: unpacked, {time.monotonic() - started:.0f} s", flush=True)
     return True
 
 
@@ -315,7 +317,7 @@ def run(target: Path, arguments: list[str]) -> int:
         print("flash is not unpacked: SGLang uses attention_backend triton")
         arguments += ["--engine-options", '{"attention_backend": "triton"}']
     (out / "small").mkdir(parents=True, exist_ok=True)
-    for wheel in target.glob("data/*/*.whl"):  # the stage `model` looks for SmolLM2's wheel here
+    for wheel in target.glob("data/**/*.whl"):  # the stage `model` looks for SmolLM2's wheel here
         shutil.copy(wheel, out / "small")
     print(f"megarl {json.loads(state.read_text())['commit'][:10]}, report: {out / 'report.md'}", flush=True)
     command = python_command(target, str(script), *arguments)
@@ -340,7 +342,7 @@ def main() -> int:
     command.add_argument("--piece", type=float, default=56, help="MB of a piece (default: 56)")
     text = f"archives to leave out, of {', '.join(ARCHIVES)}"
     command.add_argument("--without", nargs="+", default=[], choices=ARCHIVES, metavar="NAME", help=text)
-    text = "files or folders, e.g. models, for TARGET/data/NAME"
+    text = "files or folders, e.g. models, that become TARGET/data/NAME"
     command.add_argument("--add", nargs="+", default=[], action="extend", metavar="NAME=PATH", help=text)
     command = commands.add_parser("unpack", help="check pieces, unpack archives, run megarl doctor")
     command.add_argument("target", type=Path, help="new folder, or one of an earlier call")

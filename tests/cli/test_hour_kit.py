@@ -137,7 +137,7 @@ def test_unpacked_files_are_the_packed_ones(
     write_files(tmp_path, {"blobs/1": "weights", "model/config.json": "{}", "prompts.jsonl": "a"})
     (tmp_path / "model/model.safetensors").symlink_to("../blobs/1")
     (tmp_path / "tree/new.py").touch()
-    added = (f"model-1.5={tmp_path / 'model'}", f"prompts={tmp_path / 'prompts.jsonl'}")
+    added = (f"model-1.5={tmp_path / 'model'}", f"prompts.jsonl={tmp_path / 'prompts.jsonl'}")
     assert pack(kit, "--piece", 0.0009, "--add", *added) == 0
     assert "uncommitted changes are not packed" in capsys.readouterr().out
     assert len(list(kit.glob("kernels.tar.xz.*"))) > 1, "in pieces"
@@ -151,7 +151,7 @@ def test_unpacked_files_are_the_packed_ones(
     }
     assert {name for name in list_names(target / "megarl") if "__pycache__" not in name} == set(TREE)
     assert list_names(target / "data") == {
-        *("model-1.5/config.json", "model-1.5/model.safetensors", "prompts/prompts.jsonl"),
+        *("model-1.5/config.json", "model-1.5/model.safetensors", "prompts.jsonl"),
     }
     assert (target / "data/model-1.5/model.safetensors").read_text() == "weights"
     unpacked = (target / "site/transformer_engine/large.so").read_bytes()
@@ -182,7 +182,7 @@ def test_missing_and_damaged_pieces_are_named_and_the_next_call_resumes(
         piece.write_bytes(content)
     done = call_kit(kit, "unpack", target, "--only", "torch", "python", "kernels")
     assert done.returncode == 0, done.stderr
-    unpacked = {line.split(":")[0] for line in done.stdout.splitlines() if ": unpacked into" in line}
+    unpacked = {line.split(":")[0] for line in done.stdout.splitlines() if ": unpacked, " in line}
     assert unpacked == {"torch", "python"} and "['doctor']" in done.stdout
     assert not (target / "site/sgl_kernel/flash_ops.abi3.so").exists()
 
@@ -207,11 +207,13 @@ def test_another_kit_replaces_the_tree_and_no_packages(pack: Callable[..., int],
 
 def test_run_calls_hour_in_the_environment(pack: Callable[..., int], tmp_path: Path) -> None:
     kit, target = tmp_path / "kit", tmp_path / "target"
-    write_files(tmp_path, {"small/smollm2.whl": "wheel"})
-    assert pack(kit, "--add", f"small={tmp_path / 'small'}") == 0
+    write_files(tmp_path, {"smollm2.whl": "wheel"})
+    assert pack(kit, "--add", f"smollm2.whl={tmp_path / 'smollm2.whl'}") == 0
     done = call_kit(kit, "run", target)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "megarl is not unpacked" in done.stderr
-    assert call_kit(kit, "unpack", target, "--only", *ARCHIVES[:2], *ARCHIVES[3:], "small").returncode == 0
+    assert (
+        call_kit(kit, "unpack", target, "--only", *ARCHIVES[:2], *ARCHIVES[3:], "smollm2.whl").returncode == 0
+    )
     done = call_kit(kit, "run", target, "--tiny", "--only", "parity", "model", LD_LIBRARY_PATH="/machine lib")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
