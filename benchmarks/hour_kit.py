@@ -243,13 +243,23 @@ def unpack_archive(kit: Path, target: Path, name: str, archive: dict[str, Any]) 
     if archive["folder"] != "site":  # several archives share `site`
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        extract(pieces, folder)
+        state.write_text(json.dumps(archive))
+    except OSError as error:  # e.g. the disk is full
+        state.unlink(missing_ok=True)
+        fail(f"{name}: {error}. Call unpack again.")
+        return False
+    print(f"{name}: unpacked, {time.monotonic() - started:.0f} s", flush=True)
+    return True
+
+
+def extract(pieces: list[str], folder: Path) -> None:
+    """Unpack a tar file that is divided into pieces. Members outside the folder are refused."""
     opener: Any = lzma.LZMAFile if ".tar.xz." in pieces[0] else nullcontext
     process = subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE)
     with process, opener(process.stdout) as stream, tarfile.open(None, "r|", stream, bufsize=2**16) as tar:
         tar.extractall(folder, filter="data")
-    state.write_text(json.dumps(archive))
-    print(f"{name}: unpacked, {time.monotonic() - started:.0f} s", flush=True)
-    return True
 
 
 def find_problem(kit: Path, piece: dict[str, Any]) -> str:

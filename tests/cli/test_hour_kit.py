@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,24 @@ def test_missing_and_damaged_pieces_are_named_and_the_next_call_resumes(
     assert "not checked, because these archives are not unpacked: torch, python" in done.stdout
     for piece, content in contents.items():
         piece.write_bytes(content)
+    (target / "site/torch").touch()
+    done = call_kit(kit, "unpack", target, "--only", "torch")
+    assert done.returncode == 2 and done.stderr.endswith("Call unpack again.\n")
+    assert done.stderr.startswith("torch: ") and done.stderr.count("\n") == 1
+    (target / "site/torch").unlink()
     done = call_kit(kit, "unpack", target, "--only", "torch", "python", "kernels")
     assert done.returncode == 0, done.stderr
     unpacked = {line.split(":")[0] for line in done.stdout.splitlines() if ": unpacked, " in line}
     assert unpacked == {"torch", "python"} and "['doctor']" in done.stdout
     assert not (target / "site/sgl_kernel/flash_ops.abi3.so").exists()
+
+
+def test_members_outside_the_folder_are_refused(kit: Any, tmp_path: Path) -> None:
+    (tmp_path / "kit").mkdir()
+    kit.write_tar({"../outside": Path(__file__)}, tmp_path / "kit/evil.tar.xz", 10**6)
+    with pytest.raises(tarfile.FilterError, match="outside the destination"):
+        kit.extract([str(tmp_path / "kit/evil.tar.xz.00")], tmp_path / "target")
+    assert not (tmp_path / "outside").exists()
 
 
 def test_another_kit_replaces_the_tree_and_no_packages(pack: Callable[..., int], tmp_path: Path) -> None:
