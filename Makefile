@@ -33,6 +33,11 @@ IMAGE ?= megarl
 MINUTES ?= 60
 MODEL_7B ?=
 DATA ?=
+# Of `make gpu-kit`: its folder, compute capability of the GPU, MB of a piece, folders or files to take along.
+KIT ?= kit
+ARCH ?= 90
+PIECE ?= 56
+MODELS ?=
 # Where the CPU build of torch is. Where this index is out of reach, pip takes what its other sources offer.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -79,7 +84,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types docs format trl results bench gpu gpu-8 gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types docs format trl results bench gpu gpu-8 gpu-kit gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -283,6 +288,10 @@ gpu: ## an hour of one GPU, and a report to send back: PYTHON=.venv-gpu/bin/pyth
 
 gpu-8: ## the same of a node of eight
 	$(HOUR) --gpus 8 $(ARGS)
+
+gpu-kit: $(GPU)/installed ## packages, megarl and models for a GPU machine without a network: KIT=kit ARCH=90 PIECE=56 MODELS='...' DATA= (docs/gpu.md)
+	$(GPU)/bin/python benchmarks/hour_kit.py pack $(GPU) "$(KIT)" --arch $(ARCH) --piece $(PIECE) \
+		$(if $(MODELS)$(DATA),--add $(foreach path,$(MODELS) $(DATA),"$(notdir $(path:/=))=$(path)")) $(ARGS)
 
 gpu-tests: # what the hour runs of pytest's and of benchmarks/gpu.py, by itself
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m gpu -s $(ARGS)
