@@ -29,8 +29,11 @@ CONFIGS ?= configs/vapo_32b.yaml configs/dapo_30b_a3b.yaml configs/vapo_7b.yaml
 RANKS ?= 128
 # Name of the image of `make image`.
 IMAGE ?= megarl
-# Of `make gpu` and `make gpu-8`: minutes of a call, the folder of a 7B model, prompts for it (empty: sums in words).
+# Of `make gpu` and `make gpu-8`: minutes of a call, a folder with fetched models and GSM8K, a Python with TRL and vLLM,
+# the folder of a 7B model, prompts for it (empty: sums in words).
 MINUTES ?= 60
+FETCHED ?=
+TRL ?=
 MODEL_7B ?=
 DATA ?=
 # Of `make gpu-kit`: its folder, compute capability of the GPU, MB of a piece, folders or files to take along.
@@ -281,10 +284,16 @@ lock-gpu: ## requirements-gpu.txt from requirements-gpu.in and pyproject.toml, b
 	uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_35 --no-annotate --no-header --no-emit-package megarl \
 		--extra sglang --extra track --extra muon --output-file requirements-gpu.txt pyproject.toml requirements-gpu.in
 
-HOUR = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/hour.py --minutes $(MINUTES) $(if $(MODEL_7B),--model-7b "$(MODEL_7B)") $(if $(DATA),--data "$(DATA)")
+HOUR = PYTHONPATH=.:$$PYTHONPATH $(PYTHON) benchmarks/hour.py --minutes $(MINUTES) $(if $(MODEL_7B),--model-7b "$(MODEL_7B)") $(if $(DATA),--data "$(DATA)") \
+	$(if $(FETCHED),--fetched "$(FETCHED)") $(if $(TRL),--trl "$(TRL)")
 
-gpu: ## an hour of one GPU, and a report to send back: PYTHON=.venv-gpu/bin/python MODEL_7B= MINUTES=60 (docs/gpu.md)
+ifeq ($(DEVICE),cpu)
+gpu: $(STAMP)
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=.:$$PYTHONPATH $(BIN)/python benchmarks/hour.py --tiny --out runs/gpu-cpu --minutes $(MINUTES) $(ARGS)
+else
+gpu: ## the list of GPU checks, and a report to send back: PYTHON=.venv-gpu/bin/python MINUTES=60 (docs/gpu.md); DEVICE=cpu: the same with tiny models
 	$(HOUR) $(ARGS)
+endif
 
 gpu-8: ## the same of a node of eight
 	$(HOUR) --gpus 8 $(ARGS)

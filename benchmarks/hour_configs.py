@@ -38,14 +38,23 @@ def of_both_models(settings: Mapping[str, Any]) -> list[str]:
 
 def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
     """Return the overrides that run the pretrained demo on this machine's devices."""
-    cuda, te, task = given.has(CUDA), given.has(TE), given.out / "small"
-    engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
+    task = given.out / "small"
     return [
         *(f"model.path={folder}", f"data.train=[{task / 'train.jsonl'}]"),
-        *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0"),
-        *(f"parallel.device={'cuda' if cuda else 'auto'}", f"parallel.dp={dp}"),
+        *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0", f"parallel.dp={dp}"),
+        "rollout.dynamic_sampling.enabled=false",
+        *of_machine(given),
+    ]
+
+
+def of_machine(given: Given) -> list[str]:
+    """Return the overrides that choose this machine's device, layers, precision and engine."""
+    cuda, te = given.has(CUDA), given.has(TE)
+    engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
+    return [
+        f"parallel.device={'cuda' if cuda else 'auto'}",
         *(f"model.layers={'te' if te else 'portable'}", f"model.dtype={'bf16' if cuda or te else 'fp32'}"),
-        *(f"rollout.engine={engine}", "rollout.engine_memory=0.4", "rollout.dynamic_sampling.enabled=false"),
+        *(f"rollout.engine={engine}", "rollout.engine_memory=0.4"),
         *(["update.share_prompts=false"] if te else []),
         *([f"rollout.engine_options={json.dumps(given.engine_options)}"] if given.engine_options else []),
         *described(given),
@@ -59,8 +68,100 @@ def described(given: Given) -> list[str]:
     return [*devices, "log.terminal=plain", "log.report=false"]
 
 
+QWEN = "demos/qwen0.5b_{}.yaml"
+FP8 = ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"]
+# The example of PPO in verl that one GPU runs: its batch, KL reward and plain losses.
+VERL_PPO = (
+    *("rollout.prompts=256", "rollout.group_size=1", "update.mini_batch=64", "algorithm.kl_reward=0.001"),
+    *("algorithm.clip_high=0.2", "algorithm.nll_weight=0", "algorithm.lambda_policy=1.0"),
+    *(
+        "value_pretraining.steps=0",
+        "rollout.dynamic_sampling.enabled=false",
+        "reward.overlong.soft_punishment=false",
+    ),
+)
+LARGE = (
+    *("steps=3", "value_pretraining.steps=1"),
+    *("update.tokens_per_micro_batch=16384", "rollout.engine_memory=0.25"),
+)
+# Runs on GSM8K: configuration, size of the model, overrides.
+GSM8K_RUNS: dict[str, tuple[str, str, Sequence[str]]] = {
+    "qwen_vapo": ("vapo", "0.5b", ()),
+    "qwen_fp8": ("vapo", "0.5b", ("steps=20", *FP8)),
+    "qwen_blockwise": (
+        "vapo",
+        "0.5b",
+        ("steps=3", "model.fp8.format=e4m3", "model.fp8.recipe=blockwise"),
+    ),
+    "qwen_dapo": (
+        "dapo",
+        "0.5b",
+        ("steps=5", "rollout.dynamic_sampling.enabled=true"),
+    ),
+    "qwen_ppo": ("vapo", "0.5b", ("steps=4", *VERL_PPO)),
+    "qwen_trl": (
+        "dapo",
+        "0.5b",
+        ("steps=5", "rollout.dynamic_sampling.enabled=false", "actor.schedule=constant"),
+    ),
+    "qwen_large": ("vapo", "1.5b", LARGE),
+    "qwen_large_kept": ("vapo", "1.5b", (*LARGE, "residency.offload=false")),
+}
+# Runs on random or small models: folder in `models`, overrides.
+SMALL_RUNS: dict[str, tuple[str, Sequence[str]]] = {
+    "shared_gpu": ("random", ("rollout.engine=transformers",)),
+    "restart": ("smollm2", ("rollout.prompts=16", "update.mini_batch=64", "steps=3")),
+    "mixture": ("mixture", ("rollout.routing_replay=true", "steps=2")),
+    "endurance": ("smollm2", ("rollout.prompts=8", "update.mini_batch=32", "steps=100")),
+}
+# Tokens of the tiny tokenizer are letters.
+TINY = ("data.max_prompt_tokens=900", "rollout.prompts=2", "rollout.group_size=2", "update.mini_batch=4")
+TINY_GSM8K = (
+    *TINY,
+    *("rollout.max_response_tokens=24", "reward.overlong.buffer=8", "rollout.max_batch=8"),
+    *("update.tokens_per_micro_batch=2048", "reward.workers=1", "steps=2"),
+)
+EVALUATED = ("qwen_vapo", "qwen_fp8")
+CONSTANT = ("actor.schedule=constant", "critic.schedule=constant")  # other schedules depend on `steps`
+
+
+def on_gsm8k(name: str, given: Given) -> list[str]:
+    """Return the overrides of one of GSM8K_RUNS."""
+    _, size, more = GSM8K_RUNS[name]
+    folder = get_model(given, f"qwen{size}")
+    made = [f"model.path={folder}", f"data.train=[{folder.parent / 'gsm8k_train.jsonl'}]", *of_machine(given)]
+    made += [*more, *(TINY_GSM8K if given.tiny else ())]
+    if name not in EVALUATED:
+        return [*made, "data.eval=[]", "evaluation.every=0"]
+    every = 1 if given.tiny else 10
+    return [*made, f"data.eval=[{folder.parent / 'gsm8k_eval.jsonl'}]", f"evaluation.every={every}"]
+
+
+def on_small_model(name: str, given: Given) -> list[str]:
+    """Return the overrides of one of SMALL_RUNS, which train on sums."""
+    model, more = SMALL_RUNS[name]
+    folder = small(given) if model == "smollm2" else get_model(given, model)
+    made = [*on_device(given, folder), "data.eval=[]", "value_pretraining.steps=0", *CONSTANT, *more]
+    made += ["checkpoint.export_hf=false", "data.max_prompt_tokens=900"]
+    if model != "smollm2" or given.tiny:
+        made += ["rollout.prompts=4", "rollout.group_size=2", "update.mini_batch=8"]
+    return [*made, "steps=8"] if given.tiny and name == "endurance" else made
+
+
+def get_model(given: Given, name: str) -> Path:
+    """Return a folder that an earlier stage made, or skip this stage."""
+    folder = given.out / "models" / name
+    if not (folder / "config.json").is_file():
+        raise SkipStage(f"no earlier stage has made {name}")
+    return folder
+
+
 def overrides_of(name: str, given: Given) -> list[str]:
     """Return the overrides of a stage's run."""
+    if name in GSM8K_RUNS:
+        return on_gsm8k(name, given)
+    if name in SMALL_RUNS:
+        return on_small_model(name, given)
     world = given.world
     tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # tokens are letters
     if name in ("vapo_bf16", "vapo_fp8"):
@@ -118,6 +219,8 @@ def overrides_of(name: str, given: Given) -> list[str]:
 
 
 def config_of(name: str, given: Given) -> str:
+    if name in GSM8K_RUNS:
+        return f"configs/{QWEN.format(GSM8K_RUNS[name][0])}"
     large = name == "vapo_20" and given.model_7b is not None
     return f"configs/{'vapo_7b' if large else 'demos/smollm2_vapo'}.yaml"
 

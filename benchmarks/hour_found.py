@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,8 @@ class SkipStage(Exception):
 class Given:
     """The command line of a stage.
 
-    machine: the result of `look`; engine_options: additional arguments of SGLang"""
+    machine: the result of `look`; engine_options: additional arguments of SGLang
+    fetched: folder with wheels of models and GSM8K's files; trl: command of a Python with TRL"""
 
     out: Path
     tiny: bool
@@ -33,6 +36,8 @@ class Given:
     data: Path | None
     machine: dict[str, Any]
     engine_options: dict[str, Any] = field(default_factory=dict)
+    fetched: Path | None = None
+    trl: str = ""
 
     def has(self, what: str) -> bool:
         return what in self.machine["has"]
@@ -113,6 +118,47 @@ def random_model(
     GenerationConfig(eos_token_id=[1], pad_token_id=0, bos_token_id=2).save_pretrained(folder)
 
 
+def make_pretrained(given: Given, found: Found, name: str, folder: Path) -> None:
+    """Fetch and convert a pretrained model; with --tiny, write a random one.
+
+    Raises MegarlError if it is out of reach."""
+    from megarl.weights.gguf import gguf_to_hf
+    from megarl_tasks.pretrained import PRETRAINED, fetch
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if given.tiny:
+        family = "llama" if name == "smollm2" else "qwen2"
+        random_model(folder, family, hidden=32, heads=4, kv_heads=2, ffn=48, layers=2, vocab=307)
+        found.notes.append(f"{name}: tiny random weights")
+    else:
+        gguf_to_hf(fetch(PRETRAINED[name], given.fetched or folder.parent), folder)
+        found.notes.append(f"{name}: {PRETRAINED[name].title}")
+    found.save()
+
+
+def make_qwen(given: Given, found: Found, name: str) -> None:
+    """Make `models`/`name` and GSM8K beside it, if an earlier stage has not; with --tiny, sums.
+
+    Raises SkipStage if one of them is out of reach."""
+    from megarl.config.errors import MegarlError
+    from megarl_tasks.gsm8k import fetch_gsm8k
+
+    folder = given.out / "models" / name
+    try:
+        if given.tiny or not (folder / "SHA256SUMS").is_file():  # written last
+            make_pretrained(given, found, name, folder)
+        if not given.tiny:
+            fetch_gsm8k(given.fetched or folder.parent, folder.parent)
+    except MegarlError as error:
+        raise SkipStage(str(error)) from None
+    for part, first, count in (("train", 0, 64), ("eval", 1000, 8)) if given.tiny else ():
+        pairs = ((n, n + 1) for n in range(first, first + count))
+        rows = ({"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a, b in pairs)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder.parent / f"gsm8k_{part}.jsonl").write_text(text, encoding="utf-8")
+
+
 def small(given: Given) -> Path:
     """Return the folder that the stage `model` wrote, or skip this stage."""
     folder = given.out / "small" / "model"
@@ -121,9 +167,10 @@ def small(given: Given) -> Path:
     return folder
 
 
-def start_runtime(tp: int = 1, pp: int = 1) -> Any:
-    """Start this process as a rank, on a GPU if there is one."""
+def start_runtime(**sizes: int) -> Any:
+    """Start this process as a rank, on a GPU if there is one. sizes: keys of `parallel`."""
     from megarl.config.schema import ParallelConfig
     from megarl.parallel import runtime
 
-    return runtime.start(ParallelConfig(tp=tp, pp=pp, timeout=240), seed=0)
+    parallel = ParallelConfig(**sizes, timeout=240)
+    return runtime.start(parallel, seed=0, mixture=parallel.ep > 1)

@@ -5,6 +5,7 @@ They compare the metrics of `megarl train` with `megarl plan`, and start ranks b
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -12,10 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gpu
+import psutil
 import torch
 from hour import CUDA, TE, write
 from hour import STAGES as SCRIPT
@@ -43,26 +47,58 @@ CURVES = {
 }
 
 
-def run(given: Given, found: Found, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
+def train_command(given: Given, name: str, *more: str) -> list[str]:
+    overrides = [*overrides_of(name, given), *more, f"run_dir={given.out / name}"]
+    return [sys.executable, "-m", "megarl", "train", str(ROOT / config_of(name, given)), *overrides]
+
+
+def run(
+    given: Given,
+    found: Found,
+    name: str,
+    *more: str,
+    fresh: bool = True,
+    limit: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """Train and return the records of a stage's run; a run that fails is summarised up to its failure.
 
-    more: further overrides; fresh: delete an earlier run instead of continuing it"""
+    more: further overrides; fresh: delete an earlier run instead of continuing it; limit: seconds"""
     run_dir, records = given.out / name, list[dict[str, Any]]()
     if fresh:
         shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [*overrides_of(name, given), *more, f"run_dir={run_dir}"]
     try:
-        command = [sys.executable, "-m", "megarl", "train", str(ROOT / config_of(name, given)), *overrides]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+        code = run_limited(train_command(given, name, *more), limit, environment)
     finally:
         if (metrics := run_dir / "metrics.jsonl").is_file():
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             records = [json.loads(line) for line in lines if line.endswith("\n")]
         if any(record["stage"] == "train" for record in records):
             summarise(given, found, plan_of_run(given, name, overrides), records)
-    if done.returncode:
-        raise SystemExit(f"megarl train: exit code {done.returncode}")
+    if code:
+        raise SystemExit(f"megarl train: exit code {code}")
     return records
+
+
+def run_limited(
+    command: Sequence[str], limit: float | None, environment: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Run a command and return its exit code. Raises SystemExit after `limit` seconds.
+
+    All its processes are then ended, as a rank that hangs would keep the GPU."""
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | {**environment})
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{' '.join(command[:4])}: not done within {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            left = [*psutil.Process(process.pid).children(recursive=True), process]
+            for one in left:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[str, Any]]) -> None:
@@ -124,7 +160,7 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
     found.notes.append("tokens/s: " + ", ".join(f"{k} {v:,.0f}" for k, v in speeds.items() if v is not None))
     if given.has(CUDA):
         for phase, ratio in ratios.items():
-            found.at_most(f"{phase}: peak of this process / megarl plan's", ratio, 1.1)
+            found.at_most(f"{phase}: peak of this process / megarl plan's", ratio, 1.05)
         if (apart := median("mismatch/logprob_abs_mean")) is not None:
             bound = ENGINE_LOGPROBS if config.model.fp8.format == "none" else FP8_LOGPROBS
             found.at_most("log-probs of engine and trainer, mean difference", apart, bound, " nats")
@@ -164,8 +200,17 @@ def seven_vapo(given: Given, found: Found) -> None:
 # Several GPUs
 
 
-def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str, Any]:
-    """Run the function `name` of this file on `world` ranks and return rank 0's answer."""
+def torchrun(
+    given: Given,
+    world: int,
+    name: str,
+    limit: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Run the function `name` of this file on `world` ranks and return rank 0's answer.
+
+    Raises SystemExit if that fails or takes more than `limit` seconds."""
     from megarl.parallel.secret import SECRET_FILE, make_secret
 
     answer = given.out / f"{name}.answer.json"
@@ -181,14 +226,13 @@ def torchrun(given: Given, world: int, name: str, **arguments: Any) -> dict[str,
         *given.tiny_option,
     ]
     command += ["--with", json.dumps({**arguments, "answer": str(answer)})]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
+    loopback = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     with tempfile.TemporaryDirectory() as private:
         secret = Path(private, "secret")
         make_secret(secret)
-        environment[SECRET_FILE] = str(secret)
-        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        code = run_limited(command, limit, loopback | {**environment, SECRET_FILE: str(secret)})
     if code or not answer.is_file():
-        raise RuntimeError(f"{name} on {world} ranks: exit code {code}")
+        raise SystemExit(f"{name} on {world} ranks: exit code {code}")
     made: dict[str, Any] = json.loads(answer.read_text())
     return made
 
@@ -229,19 +273,60 @@ def nccl(given: Given, found: Found) -> None:
         found.at_least("ring of messages, GB/s / NVLink's data sheet", made["ring_gb"] / speed, 0.5)
 
 
-def rank_layout(given: Given, tp: int, pp: int, layers: str, dtype: str, answer: str) -> None:
-    """Compute log-probs, the gradient norms of three updates, and the log-probs after them."""
+def rank_layout(
+    given: Given, sizes: dict[str, int], model: str, layers: str, dtype: str, answer: str
+) -> None:
+    """Compute log-probs, the gradient norms of three updates, and the log-probs after them.
+
+    sizes: keys of `parallel`; model: folder"""
     from tests.gpu.scene import Scene
 
-    runtime = start_runtime(tp, pp)
-    settings: dict[str, Any] = {"parallel": {"tp": tp, "pp": pp}, "model": {"layers": layers, "dtype": dtype}}
-    scene = Scene(runtime, given.out / "layouts", given.out / "layouts" / "model", **settings)
-    local = scene.local(8, 60)
-    before = scene.logprobs(local).tolist()
+    runtime = start_runtime(**sizes)
+    settings: dict[str, Any] = {"parallel": sizes, "model": {"layers": layers, "dtype": dtype}}
+    scene = Scene(runtime, given.out / "layouts", Path(model), **settings)
+    batch = scene.make_batch(8, 60)
+    local = scene.share(batch)
+    before = scene.logprobs_of(batch).tolist()
     norms = [scene.update(local).grad_norm for _ in range(3)]
-    after = scene.logprobs(local).tolist()
+    after = scene.logprobs_of(batch).tolist()
     if runtime.rank == 0:
         write(Path(answer), {"before": before, "norms": norms, "after": after})
+
+
+def compare_layouts(
+    given: Given, found: Found, folder: Path, layouts: Mapping[str, Mapping[str, int]], **launch: Any
+) -> list[str]:
+    """Compare layouts with a single rank; return those that ended.
+
+    layouts: keys of `parallel` by name; launch: limit and environment of each command"""
+    kinds = [("portable", "fp32"), *([("te", "bf16")] if given.has(TE) else [])]
+    rows, failed = [], set()
+    columns = ("", "log-probs", "gradient norms, relative", "log-probs after 3 updates")
+    for layers, dtype in kinds:
+        exact, arguments = dtype == "fp32", {"model": str(folder), "layers": layers, "dtype": dtype}
+        alone = torchrun(given, 1, "rank_layout", **launch, sizes={}, **arguments)
+        for name, sizes in layouts.items():
+            if "cp" in sizes and layers == "portable" and given.has(CUDA):
+                continue  # ring attention on GPUs is Transformer Engine's
+            ranks = math.prod(size for key, size in sizes.items() if key != "ep")
+            what = f"{layers} {dtype}, {name}"
+            try:
+                made = torchrun(given, ranks, "rank_layout", **launch, sizes=dict(sizes), **arguments)
+            except SystemExit as error:
+                found.notes.append(f"{what}: {error}")
+                found.holds(f"{what}: ends", False)
+                failed.add(name)
+                continue
+            before, after = (
+                statistics.mean(abs(a - b) for a, b in zip(made[key], alone[key], strict=True))
+                for key in ("before", "after")
+            )
+            norm = max(abs(a - b) / b for a, b in zip(made["norms"], alone["norms"], strict=True))
+            rows.append([what, before, norm, after])
+            found.table(f"Layouts of {folder.name} beside one rank: mean |difference|", columns, rows)
+            found.at_most(f"{what}: log-probs", before, 1e-4 if exact else 0.03, " nats", must=exact)
+            found.at_most(f"{what}: gradient norms", norm, 1e-3 if exact else 0.05, must=exact)
+    return [name for name in layouts if name not in failed]
 
 
 def layouts(given: Given, found: Found) -> None:
@@ -252,27 +337,8 @@ def layouts(given: Given, found: Found) -> None:
         sizes = {"hidden": 1024, "heads": 16, "kv_heads": 8, "ffn": 4096, "layers": 8, "vocab": 32000}
     if not (folder / "config.json").is_file():
         random_model(folder, "qwen2", **sizes)
-    pairs = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if tp * pp <= given.world]
-    kinds = [("portable", "fp32"), *([("te", "bf16")] if given.has(TE) else [])]
-    rows = []
-    for layers, dtype in kinds:
-        alone: dict[str, Any] = {}
-        for tp, pp in pairs:
-            name = f"{layers} {dtype}, tp {tp} pp {pp}"
-            made = torchrun(given, tp * pp, "rank_layout", tp=tp, pp=pp, layers=layers, dtype=dtype)
-            alone = alone or made
-            before, after = (
-                statistics.mean(abs(a - b) for a, b in zip(made[key], alone[key], strict=True))
-                for key in ("before", "after")
-            )
-            norm = max(abs(a - b) / b for a, b in zip(made["norms"], alone["norms"], strict=True))
-            rows.append([name, before, norm, after])
-            columns = ("", "log-probs", "gradient norms, relative", "log-probs after 3 updates")
-            found.table("Layouts beside one GPU: mean |difference|", columns, rows)
-            if made is not alone:
-                exact = dtype == "fp32"
-                found.at_most(f"{name}: log-probs", before, 1e-4 if exact else 0.03, " nats", must=exact)
-                found.at_most(f"{name}: gradient norms", norm, 1e-3 if exact else 0.05, must=exact)
+    pairs = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if 1 < tp * pp <= given.world]
+    compare_layouts(given, found, folder, {f"tp {tp} pp {pp}": {"tp": tp, "pp": pp} for tp, pp in pairs})
 
 
 def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -> None:
@@ -284,7 +350,7 @@ def rank_transfer(given: Given, tp: int, pp: int, engine_tp: int, answer: str) -
     from megarl.sync.cost import direct_cost
     from tests.gpu.scene import Scene, get_sizes
 
-    runtime = start_runtime(tp, pp)
+    runtime = start_runtime(tp=tp, pp=pp)
     sizes = get_sizes("tiny" if given.tiny else "Qwen2.5-7B", tie_word_embeddings=False)
     settings: dict[str, Any] = {
         "parallel": {"tp": tp, "pp": pp},

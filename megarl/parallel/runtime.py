@@ -52,8 +52,7 @@ class Team:
 class Runtime:
     """A rank's place in the job.
 
-    Trainers are the first ranks. Then come `rollout_ranks` engine-only ranks; without these, the trainers
-    have the engines.
+    Trainers come first, then `rollout_ranks` engine-only ranks; without these, trainers have engines.
 
     rank            in the whole job
     timeout         of collectives, seconds
@@ -126,8 +125,7 @@ class Runtime:
 def choose_device(wanted: str) -> torch.device:
     """Return the device for `parallel.device`; `auto` is CUDA if available.
 
-    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use a loaded GPU driver:
-    all ranks would train on CPUs."""
+    Raises ConfigError for `cuda` without a device, and for `auto` if torch cannot use a loaded driver."""
     # CUDA reads this at its first call, below. Megatron's column-parallel layers need it to order
     # communication and compute (tensor_parallel/layers.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -135,11 +133,11 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.is_available():
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if index >= count:
+        if index >= count and not shares_gpus():
             raise ConfigError(
                 f"LOCAL_RANK: {index}, but this node has {count} GPUs (start one rank for each)"
             )
-        return torch.device("cuda", index)
+        return torch.device("cuda", index % count)
     if wanted == "cuda":
         raise ConfigError(
             "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
@@ -148,6 +146,11 @@ def choose_device(wanted: str) -> torch.device:
         problem = f"auto finds a GPU driver, but torch sees no GPU: {why}"
         raise ConfigError(f"parallel.device: {problem} (repair it, or set parallel.device=cpu)")
     return torch.device("cpu")
+
+
+def shares_gpus() -> bool:
+    """Return whether NCCL (2.30) may share a GPU between ranks."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def is_launched() -> bool:

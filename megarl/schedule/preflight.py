@@ -31,7 +31,7 @@ from megarl.parallel.machine import (
     muon_problem,
     transformer_engine_problem,
 )
-from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for
+from megarl.parallel.runtime import choose_device, is_launched, launched_world, layout_for, shares_gpus
 from megarl.plan.fit import find_cpu_problem, find_cpu_warning, find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.rewards import VerifierPool
@@ -333,7 +333,8 @@ def _check_machine(config: Config, device: str, world: int | None = None, *, rep
             install = "pip install 'megarl[track]', or set it to false"
             raise ConfigError(f"log.{package}: {package} is not installed ({install})")
     num_ranks = count_local_ranks(config.parallel)
-    if device == "cuda" and not world and not is_launched() and num_ranks > torch.cuda.device_count():
+    launches = not world and not is_launched() and not shares_gpus()
+    if device == "cuda" and launches and num_ranks > torch.cuda.device_count():
         sizes = config.parallel
         raise ConfigError(
             f"parallel: tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp or 1}"

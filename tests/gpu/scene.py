@@ -27,7 +27,7 @@ from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.source import start_engine
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
-from megarl.training.batch import make_train_batch
+from megarl.training.batch import make_micro_batches, make_train_batch
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
 from megarl.training.tensor_groups import tensor_groups
@@ -132,8 +132,8 @@ class Scene:
         self.actor = TrainableModel("actor", built, config.actor, config.steps, runtime, config.parallel)
         self.offload.register(tensor_groups(self.actor, self.host))
 
-    def local(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
-        """Make one mini-batch of prompts of 4 tokens and correct random responses of `tokens` tokens."""
+    def make_batch(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
+        """Make prompts of 4 tokens and correct random responses of `tokens` tokens."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(
             2, self.sizes["vocab_size"], (responses, tokens + 4), generator=generator
@@ -141,9 +141,24 @@ class Scene:
         batch = TrainBatch.build([row[:4] for row in drawn], [row[4:] for row in drawn])
         batch["correct"] = torch.ones(responses, dtype=torch.bool)
         batch["truncated"] = torch.zeros(responses, dtype=torch.bool)
+        return batch
+
+    def share(self, batch: TrainBatch) -> TrainBatch:
+        """Return this replica's share of a batch, as one mini-batch."""
+        rollout = RolloutBatch.from_train_batch(batch)
         return make_train_batch(
-            RolloutBatch.from_train_batch(batch), self.config, responses, 3, [self.actor.model], self.runtime
+            rollout, self.config, batch.num_sequences, 3, [self.actor.model], self.runtime
         )
+
+    def local(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
+        return self.share(self.make_batch(responses, tokens, seed))
+
+    def logprobs_of(self, batch: TrainBatch) -> torch.Tensor:
+        """Compute the log-probs of the response tokens of a whole batch, on every replica."""
+        self.offload.onload("old_logprobs", WEIGHTS)
+        budget, model = self.config.update.tokens_per_micro_batch, self.actor.model
+        micro_batches = make_micro_batches(batch, range(batch.num_sequences), budget, model)
+        return self.actor.logprob_columns(batch, micro_batches)["logprobs"][batch.response_mask]
 
     def logprobs(self, local: TrainBatch) -> torch.Tensor:
         """Compute the log-probs of the response tokens, in order."""
@@ -210,15 +225,7 @@ class Scene:
         experience = TrainBatch.build(prompts, [completion.tokens.tolist() for completion in completions])
         experience["correct"] = torch.ones(len(prompts), dtype=torch.bool)
         experience["truncated"] = torch.zeros(len(prompts), dtype=torch.bool)
-        local = make_train_batch(
-            RolloutBatch.from_train_batch(experience),
-            self.config,
-            len(prompts),
-            3,
-            [self.actor.model],
-            self.runtime,
-        )
-        return self.logprobs(local)
+        return self.logprobs(self.share(experience))
 
 
 def colocated(scene: Scene) -> dict[str, Any]:

@@ -128,6 +128,14 @@ class TestStart:
         parallel.set_generator_states(states)
         assert any(call[0] == "set_rng_state" for call in calls)
 
+    def test_ranks_share_a_gpu_only_if_nccl_may(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pretend(monkeypatch, devices=1)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with pytest.raises(ConfigError, match=r"LOCAL_RANK: 1, but this node has 1 GPUs"):
+            parallel.choose_device("cuda")
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        assert parallel.choose_device("cuda") == torch.device("cuda", 0)
+
     def test_a_rank_that_failed_waits_for_no_other_ranks_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         destroyed: list[str] = []
         monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -4,6 +4,7 @@ Models have the real widths but few layers. `make rehearse-memory` measures whol
 
 from __future__ import annotations
 
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from megarl.config import load_config
 from megarl.plan.sizes import GIB
+from tests.cli.test_hour import on_h100
 from tests.ranks import in_a_fork
 from tests.rehearsal.fake_tensors import needs_compiler
 from tests.rehearsal.peaks import Rows, measured, sizes
@@ -114,6 +116,21 @@ def test_transformer_engines_layers(recipe: str) -> None:
     assert (copies > 0) == (recipe != "none")
     if copies:
         assert transferred["planned"] - copies < 0.7 * transferred["measured"]
+
+
+@needs_te
+@SLOW
+@pytest.mark.parametrize("name", ["qwen_vapo", "qwen_fp8", "qwen_blockwise", "qwen_dapo", "qwen_large"])
+def test_runs_of_make_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All phases of the whole runs on GSM8K, with the overrides that `make gpu` gives them on an H100.
+
+    `qwen_ppo` is left out: measure() has no reference model."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    hour, configs = (importlib.import_module(module) for module in ("hour", "hour_configs"))
+    given = on_h100(hour, tmp_path, 1)
+    rows = measured(ROOT / configs.config_of(name, given), configs.overrides_of(name, given), 0)
+    near(rows)
+    assert {"rollout", "actor_update", "weight_transfer"} < {row["phase"] for row in rows}
 
 
 @SLOW

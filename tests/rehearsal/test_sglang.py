@@ -62,8 +62,9 @@ def engine_on(
         ("model", {}),
         ("fp8_block", {}),
         ("model", {"attention_backend": "triton", "disable_cuda_graph": True}),
+        ("model", {"enable_deterministic_inference": True}),
     ],
-    ids=["bf16", "fp8", "options of benchmarks/gpu.py"],
+    ids=["bf16", "fp8", "options of benchmarks/gpu.py", "options of the stage restart"],
 )
 def test_sglang_takes_the_arguments(tmp_path: Path, weights: str, options: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs

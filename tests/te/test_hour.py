@@ -13,10 +13,10 @@ from tests.cli.test_hour import call, statuses
 @pytest.mark.timeout(1500)
 def test_fp8_beside_bf16(tmp_path: Path) -> None:
     """VAPO in both precisions, whose curves are not the same, and log-probs beside Hugging Face's."""
-    chosen = ("model", "parity", "vapo_bf16", "vapo_fp8")
+    chosen = ("model", "qwen_vapo", "qwen_fp8", "parity", "vapo_bf16", "vapo_fp8")
     told = call(tmp_path, "--only", *chosen)
     found = statuses(tmp_path)
-    assert [found[name] for name in chosen] == ["passed"] * 4, told
+    assert [found[name] for name in chosen] == ["passed"] * 6, told
     assert "met     | FP8 is at work" in (tmp_path / "vapo_fp8.log").read_text()
     ours, theirs = (
         json.loads((tmp_path / f"{name}.json").read_text())["figures"]["curves"]["gradient norm"]
