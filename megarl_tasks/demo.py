@@ -197,15 +197,15 @@ def _find_device(wanted: Device) -> Literal["cpu", "cuda"]:
     """Raise ConfigError if torch sees no GPU, and one is wanted or has a driver."""
     if wanted == "cpu":
         return "cpu"
-    import torch
+    from megarl.parallel.runtime import choose_device  # sets what CUDA reads at its first call
 
-    if torch.cuda.is_available():
-        return "cuda"
-    reason = unseen_gpu(os.environ)
-    if reason or wanted == "cuda":
+    try:
+        return "cuda" if choose_device(wanted).type == "cuda" else "cpu"
+    except ConfigError:
+        reason = unseen_gpu(os.environ)
         problem = f"{wanted}, but torch sees no GPU{': ' if reason else ''}{reason or ''}"
-        raise ConfigError(f"--device: {problem} (make install-gpu on a GPU machine, or add --device cpu)")
-    return "cpu"
+        remedy = "make install-gpu on a GPU machine, or add --device cpu"
+        raise ConfigError(f"--device: {problem} ({remedy})") from None
 
 
 def _machine_overrides(model: Model, task: Task, recipe: Recipe, device: Literal["cpu", "cuda"]) -> list[str]:

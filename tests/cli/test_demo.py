@@ -291,3 +291,13 @@ class TestDevice:
         assert config.parallel.device == "cpu"
         config, _ = started(*arguments, "--device", "auto")
         assert config.parallel.device == "cuda"
+
+    def test_auto_with_a_driver_that_torch_does_not_use(
+        self, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        arguments = ("demo", "--folder", str(tmp_path / "x"), "--device", "auto")
+        for module in ("megarl_tasks.demo", "megarl.parallel.runtime"):
+            monkeypatch.setattr(f"{module}.unseen_gpu", lambda _: "torch is a build for CPUs")
+        line = scene.refused(*arguments)
+        assert line.startswith("--device: auto, but torch sees no GPU: torch is a build for CPUs (")
