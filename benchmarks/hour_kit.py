@@ -118,12 +118,14 @@ def pack(given: argparse.Namespace) -> int:
     for name, path in added.items():
         if not re.fullmatch(r"\w[\w.-]*", name) or name in ARCHIVES or not Path(path).exists():
             problems.append(f"--add {name}={path}: needs a new name and an existing path.")
+    unknown = [name for name in given.without if name not in (*ARCHIVES, *added)]
+    problems += [f"--without {name}: no such archive. Name one of {', '.join(ARCHIVES)}." for name in unknown]
     if problems or len(added) < len(given.add):
         return fail(*problems or ["--add: two archives have the same name."])
     commit = subprocess.check_output([*GIT, "rev-parse", "HEAD"], text=True).strip()
     given.kit.mkdir(parents=True)
     [site], contents, size, archives = sites, site_files(sites[0]), int(given.piece * 1e6), {}
-    for name in [*(name for name in ARCHIVES if name not in given.without), *added]:
+    for name in (name for name in [*ARCHIVES, *added] if name not in given.without):
         started, folder, path = time.monotonic(), "site", given.kit / f"{name}.tar.xz"
         if name in added:
             source, folder, path = Path(added[name]), "data", path.with_suffix("")  # weights hardly compress
@@ -319,6 +321,7 @@ def run(target: Path, arguments: list[str]) -> int:
     options.add_argument("--gpus", default="1")
     options.add_argument("--out", type=Path)
     options.add_argument("--engine-options")
+    options.add_argument("--fetched")
     given, _ = options.parse_known_args(arguments)
     # Outside the tree, which another kit replaces.
     out = (given.out or target / "runs" / ("gpu-8" if given.gpus == "8" else "gpu")).resolve()
@@ -326,9 +329,9 @@ def run(target: Path, arguments: list[str]) -> int:
     if given.engine_options is None and not any(target.glob(f"site/{FLASH}*")):
         print("flash is not unpacked: SGLang uses attention_backend triton")
         arguments += ["--engine-options", '{"attention_backend": "triton"}']
-    (out / "small").mkdir(parents=True, exist_ok=True)
-    for wheel in target.glob("data/**/*.whl"):  # the stage `model` looks for SmolLM2's wheel here
-        shutil.copy(wheel, out / "small")
+    fetched = target / "data/fetched"  # models' wheels and GSM8K
+    if given.fetched is None and fetched.is_dir():
+        arguments += ["--fetched", str(fetched)]
     print(f"megarl {json.loads(state.read_text())['commit'][:10]}, report: {out / 'report.md'}", flush=True)
     command = python_command(target, str(script), *arguments)
     os.execvp(command[0], command)
@@ -350,8 +353,8 @@ def main() -> int:
     command.add_argument("kit", type=Path, help="new folder")
     command.add_argument("--arch", type=int, default=90, help="compute capability of the GPU (default: 90)")
     command.add_argument("--piece", type=float, default=56, help="MB of a piece (default: 56)")
-    text = f"archives to leave out, of {', '.join(ARCHIVES)}"
-    command.add_argument("--without", nargs="+", default=[], choices=ARCHIVES, metavar="NAME", help=text)
+    text = f"archives to leave out, of {', '.join(ARCHIVES)} and those of --add"
+    command.add_argument("--without", nargs="+", default=[], metavar="NAME", help=text)
     text = "files or folders, e.g. models, that become TARGET/data/NAME"
     command.add_argument("--add", nargs="+", default=[], action="extend", metavar="NAME=PATH", help=text)
     command = commands.add_parser("unpack", help="check pieces, unpack archives, run megarl doctor")

@@ -221,13 +221,11 @@ def test_another_kit_replaces_the_tree_and_no_packages(pack: Callable[..., int],
 
 def test_run_calls_hour_in_the_environment(pack: Callable[..., int], tmp_path: Path) -> None:
     kit, target = tmp_path / "kit", tmp_path / "target"
-    write_files(tmp_path, {"smollm2.whl": "wheel"})
-    assert pack(kit, "--add", f"smollm2.whl={tmp_path / 'smollm2.whl'}") == 0
+    write_files(tmp_path, {"wheels/smollm2.whl": "wheel"})
+    assert pack(kit, "--add", f"fetched={tmp_path / 'wheels'}") == 0
     done = call_kit(kit, "run", target)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "megarl is not unpacked" in done.stderr
-    assert (
-        call_kit(kit, "unpack", target, "--only", *ARCHIVES[:2], *ARCHIVES[3:], "smollm2.whl").returncode == 0
-    )
+    assert call_kit(kit, "unpack", target, "--only", *ARCHIVES[:2], *ARCHIVES[3:], "fetched").returncode == 0
     done = call_kit(kit, "run", target, "--tiny", "--only", "parity", "model", LD_LIBRARY_PATH="/machine lib")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
@@ -237,8 +235,9 @@ def test_run_calls_hour_in_the_environment(pack: Callable[..., int], tmp_path: P
     assert arguments == [
         *("--out", str(out), "--tiny", "--only", "parity", "model"),
         *("--engine-options", '{"attention_backend": "triton"}'),
+        *("--fetched", str(target / "data/fetched")),
     ]
-    assert (out / "small/smollm2.whl").read_text() == "wheel"
+    assert (target / "data/fetched/smollm2.whl").read_text() == "wheel"
     assert variables["HF_HUB_OFFLINE"] == "1" and variables["CUDNN_HOME"] == str(site / "nvidia/cudnn")
     libraries = variables["LD_LIBRARY_PATH"].split(":")
     assert libraries[:2] == [str(site / "nvidia/nccl/lib"), str(site / "nvidia/cudnn/lib")]
@@ -247,7 +246,9 @@ def test_run_calls_hour_in_the_environment(pack: Callable[..., int], tmp_path: P
     assert variables["PYTHONPATH"] == ":".join(map(str, packages))
     assert call_kit(kit, "unpack", target).returncode == 0
     done = call_kit(kit, "run", target, "--gpus", "8")
-    assert json.loads(done.stdout.splitlines()[-1])[0] == ["--out", str(target / "runs/gpu-8"), "--gpus", "8"]
+    arguments = ["--out", str(target / "runs/gpu-8"), "--gpus", "8"]
+    fetched = ["--fetched", str(target / "data/fetched")]
+    assert json.loads(done.stdout.splitlines()[-1])[0] == [*arguments, *fetched]
 
 
 def test_wrong_uses_end_in_one_line(
