@@ -33,6 +33,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = Path(__file__).with_name("hour_stages.py")
 MARK = "MEGARL_HOUR_STAGE"  # environment variable that identifies all processes of a stage
+COMMIT = "MEGARL_COMMIT"  # environment variable with the commit of a tree without git (hour_kit.py)
 DONE = ("passed", "missed")
 TAIL = 25  # log lines that are kept of a failed stage
 GRACE = 20.0  # seconds that a stage has to write its results after its time limit

@@ -332,7 +332,8 @@ def run(target: Path, arguments: list[str]) -> int:
     fetched = target / "data/fetched"  # models' wheels and GSM8K
     if given.fetched is None and fetched.is_dir():
         arguments += ["--fetched", str(fetched)]
-    print(f"megarl {json.loads(state.read_text())['commit'][:10]}, report: {out / 'report.md'}", flush=True)
+    os.environ["MEGARL_COMMIT"] = commit = json.loads(state.read_text())["commit"][:10]  # for the report
+    print(f"megarl {commit}, report: {out / 'report.md'}", flush=True)
     command = python_command(target, str(script), *arguments)
     os.execvp(command[0], command)
 

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import gpu
 import psutil
 import torch
-from hour import CUDA, NODE, SGLANG, TE
+from hour import COMMIT, CUDA, NODE, SGLANG, TE
 from hour_configs import given_frozen
 from hour_found import (
     ENGINE_LOGPROBS,
@@ -94,10 +94,11 @@ def look(tiny: bool) -> dict[str, Any]:
     size = f" ({memory / GIB:.1f} GiB)" if cuda else ""
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
     try:
-        commit = git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip() or "unknown"
+        commit = git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip()
+        commit = commit or os.environ.get(COMMIT, "unknown")
         commit += " with changes" if git(["git", "status", "--porcelain"]).stdout.strip() else ""
     except FileNotFoundError:
-        commit = "unknown (no git)"
+        commit = os.environ.get(COMMIT, "unknown (no git)")
     return {
         "device": f"{max(1, count)} x {name}{size}",
         "name": name,

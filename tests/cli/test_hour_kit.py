@@ -238,6 +238,7 @@ def test_run_calls_hour_in_the_environment(pack: Callable[..., int], tmp_path: P
         *("--fetched", str(target / "data/fetched")),
     ]
     assert (target / "data/fetched/smollm2.whl").read_text() == "wheel"
+    assert len(variables["MEGARL_COMMIT"]) == 10, "the report names the code"
     assert variables["HF_HUB_OFFLINE"] == "1" and variables["CUDNN_HOME"] == str(site / "nvidia/cudnn")
     libraries = variables["LD_LIBRARY_PATH"].split(":")
     assert libraries[:2] == [str(site / "nvidia/nccl/lib"), str(site / "nvidia/cudnn/lib")]
