@@ -26,7 +26,7 @@ from hour_found import ENGINE_LOGPROBS, GIB, ROOT, Found, Given, SkipStage, make
 from hour_runs import compare_layouts, run, train_command
 
 # NCCL may then have several ranks on a GPU; each rank allocates channels, and too few of them hang.
-SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp 2": {"tp": 2},
     "pp 2": {"pp": 2},
@@ -110,7 +110,7 @@ def qwen_vapo(given: Given, found: Found) -> None:
 
 def shared_gpu(given: Given, found: Found) -> None:
     """Row 2: several ranks over NCCL on one GPU compute what one rank does, train, and resume."""
-    environment = {**SHARED_GPU, "NCCL_MAX_CTAS": "4"} if given.has(CUDA) else {}
+    environment = SHARED_GPU if given.has(CUDA) else {}
     launch: dict[str, Any] = {"limit": LAYOUT_LIMIT, "environment": environment}
     dense, experts = get_model(given, "random"), get_model(given, "mixture")
     layouts = {"tp 2": LAYOUTS["tp 2"]} if given.tiny else LAYOUTS
