@@ -190,7 +190,7 @@ class TestRefusals:
     def test_make_asks_for_a_driver_before_it_installs(self, tmp_path: Path) -> None:
         if any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
             pytest.skip("there is a driver")
-        command = ["make", "-n", "demo", "MODEL=qwen0.5b", "DEVICE=cuda"]
+        command = ["make", "-n", "--no-print-directory", "demo", "MODEL=qwen0.5b", "DEVICE=cuda"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and not done.stdout
         assert "DEVICE=cuda: no NVIDIA driver is loaded" in done.stderr and done.stderr.count("\n") == 1

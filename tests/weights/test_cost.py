@@ -27,6 +27,8 @@ from tests.weights.folders import hf_configs
 PUBLISHED = {
     "Qwen2.5-0.5B": 0.49,
     "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-Coder-0.5B": 0.49,
+    "Qwen2.5-Coder-1.5B": 1.54,
     "Qwen2.5-3B": 3.09,
     "Qwen2.5-7B": 7.61,
     "Qwen2.5-14B": 14.77,
