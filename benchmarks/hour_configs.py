@@ -86,7 +86,7 @@ LARGE = (
 )
 # Runs on GSM8K: configuration, size of the model, overrides.
 GSM8K_RUNS: dict[str, tuple[str, str, Sequence[str]]] = {
-    "qwen_vapo": ("vapo", "0.5b", ()),
+    "qwen_vapo": ("vapo", "0.5b", ("checkpoint.every=10", "checkpoint.export_hf=false")),
     "qwen_fp8": ("vapo", "0.5b", ("steps=20", *FP8)),
     "qwen_blockwise": (
         "vapo",

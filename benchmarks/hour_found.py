@@ -167,10 +167,12 @@ def small(given: Given) -> Path:
     return folder
 
 
-def start_runtime(**sizes: int) -> Any:
-    """Start this process as a rank, on a GPU if there is one. sizes: keys of `parallel`."""
+def start_runtime(timeout: float = 240.0, **sizes: int) -> Any:
+    """Start this process as a rank, on a GPU if there is one.
+
+    timeout: seconds of a collective; sizes: keys of `parallel`"""
     from megarl.config.schema import ParallelConfig
     from megarl.parallel import runtime
 
-    parallel = ParallelConfig(**sizes, timeout=240)
+    parallel = ParallelConfig(**sizes, timeout=timeout)
     return runtime.start(parallel, seed=0, mixture=parallel.ep > 1)

@@ -23,7 +23,7 @@ import torch
 from hour import CUDA
 from hour_configs import get_model, of_machine, overrides_of, plan_of_run
 from hour_found import ENGINE_LOGPROBS, GIB, ROOT, Found, Given, SkipStage, make_qwen
-from hour_runs import compare_layouts, run, train_command
+from hour_runs import compare_layouts, run, torchrun, train_command
 
 # NCCL may then have several ranks on a GPU; each rank allocates channels, and too few of them hang.
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
@@ -35,8 +35,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp 2 pp 2": {"tp": 2, "pp": 2},
 }
 MIXTURE_LAYOUTS: dict[str, dict[str, int]] = {"ep 2": {"dp": 2, "ep": 2}}
-LAYOUT_LIMIT = 150.0  # seconds of one command of a layout
+LAYOUT_LIMIT, RUN_LIMIT = 90.0, 180.0  # seconds of a comparison of a layout, and of a run in it
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+TRL_LIMIT = 400.0  # seconds
 KILL_LIMIT = 300.0  # seconds until the phase in which a rank is killed
 SAMPLE_EVERY = 1.0  # seconds between two looks at a run's processes
 # Phases that compute; all others are overhead.
@@ -63,10 +64,10 @@ def check_speed(
     found.figures["seconds"] = seconds = seconds_by_phase(records)
     if not given.has(CUDA):
         return
-    [table] = [table for table in found.tables if table["title"].startswith(f"Phases of {name}")]
+    [table] = [table for table in found.tables if table["title"].startswith(f"Phases of {name} beside")]
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
-    planned = sum(row["plan's s"] or 0.0 for row in rows.values())
-    found.at_most("a step's seconds / megarl plan's", seconds["step"] / planned, 1.3)
+    planned = found.figures["runs"][name]["planned"]
+    found.at_most("a step's seconds / megarl plan's", seconds["step"] / planned["step"], 1.3)
     reached = [
         rows[phase]["of the data sheet"] for phase in ("critic_update", "actor_update") if phase in rows
     ]
@@ -74,6 +75,8 @@ def check_speed(
         found.at_least("updates: share of the card's bf16 peak", min(reached), share)
     found.at_most("weight transfer", seconds["weight_transfer"], transfer, " s")
     overhead = 1 - sum(seconds.get(phase, 0.0) for phase in COMPUTING) / seconds["step"]
+    moved = planned["residency"] / planned["step"]
+    found.notes.append(f"{name}: the plan moves tensors for {moved:.3f} of a step")
     found.at_most("what neither generates nor computes / a step", overhead, 0.08)
 
 
@@ -94,7 +97,8 @@ def intervals(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float, fl
 def qwen_vapo(given: Given, found: Found) -> None:
     """Row 1: VAPO on GSM8K learns."""
     make_qwen(given, found, "qwen0.5b")
-    records = run(given, found, "qwen_vapo")
+    is_fresh = not (given.out / "qwen_vapo.json").is_file()  # it was cut short: continue
+    records = run(given, found, "qwen_vapo", fresh=is_fresh)
     scores = intervals(records)
     found.table("Held-out accuracy on GSM8K", ("step", "accuracy", "95 % from", "to"), scores)
     found.figures["held_out"] = scores
@@ -114,15 +118,22 @@ def shared_gpu(given: Given, found: Found) -> None:
     launch: dict[str, Any] = {"limit": LAYOUT_LIMIT, "environment": environment}
     dense, experts = get_model(given, "random"), get_model(given, "mixture")
     layouts = {"tp 2": LAYOUTS["tp 2"]} if given.tiny else LAYOUTS
+    try:
+        torchrun(given, 2, "rank_nccl", count=2**16, **launch)
+    except SystemExit as error:
+        found.notes.append(str(error))
+        found.holds("two ranks exchange messages", False)
+        return
     ended = compare_layouts(given, found, dense, layouts, **launch)
     ended += compare_layouts(given, found, experts, MIXTURE_LAYOUTS, **launch)
     for name in ended:
         sizes = (LAYOUTS | MIXTURE_LAYOUTS)[name]
         keys = [f"parallel.{key}={size}" for key, size in {"dp": 1, **sizes}.items()]
         keys += [f"model.path={experts if name in MIXTURE_LAYOUTS else dense}", "checkpoint.every=1"]
+        options = {**launch, "label": f"shared_gpu, {name}", "limit": RUN_LIMIT}
         try:
-            run(given, found, "shared_gpu", *keys, "steps=1", **launch)
-            records = run(given, found, "shared_gpu", *keys, "steps=2", fresh=False, **launch)
+            run(given, found, "shared_gpu", *keys, "steps=1", **options)
+            records = run(given, found, "shared_gpu", *keys, "steps=2", fresh=False, **options)
         except SystemExit as error:
             found.notes.append(f"{name}: {error}")
             found.holds(f"{name}: a step, a weight transfer, a checkpoint and a resume", False)
@@ -140,17 +151,20 @@ def restart(given: Given, found: Found) -> None:
     environment = DETERMINISTIC if given.has(CUDA) else {}
     first = run(given, found, "restart", *keys, environment=environment)
     expected = weights(given.out / "restart")
-    run(given, found, "restart", *keys, environment=environment)
+    again = run(given, found, "restart", *keys, label="restart, again", environment=environment)
+    found.notes.append(f"two runs of one seed: {first_difference(first, again)}")
     found.holds(
         "two runs of one seed: the same weights, bit for bit", weights(given.out / "restart") == expected
     )
     kill_in_update(given, *keys, environment=environment)
-    records = run(given, found, "restart", *keys, fresh=False, environment=environment)
+    records = run(
+        given, found, "restart", *keys, fresh=False, label="restart, resumed", environment=environment
+    )
     steps = [record["step"] for record in records if record["stage"] == "train"]
     found.holds("after kill -9 the run resumes", steps == [1, 2, 3])
     found.holds("resumed: the same weights, bit for bit", weights(given.out / "restart") == expected)
     if given.has(CUDA):
-        other = run(given, found, "restart", "checkpoint.every=1", "checkpoint.export_hf=true")
+        other = run(given, found, "restart", label="restart, not deterministic")
         ratio = seconds_by_phase(first)["step"] / seconds_by_phase(other)["step"]
         found.notes.append(f"deterministic: a step takes {ratio:.2f} of the time without")
 
@@ -189,7 +203,23 @@ def weights(run_dir: Path) -> dict[str, bytes]:
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name).contiguous()
                 found[name] = hashlib.sha256(tensor.view(torch.uint8).numpy()).digest()
+    if not found:
+        raise SystemExit(f"{run_dir}/hf: no exported weights")
     return found
+
+
+def first_difference(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> str:
+    """Name the first step in which a figure of two runs differs, and the figures; not times and memory."""
+    timing = ("time/", "throughput/", "memory")
+    for one, other in zip(first, second, strict=False):
+        names = [
+            name
+            for name in one
+            if "/" in name and not name.startswith(timing) and one[name] != other.get(name)
+        ]
+        if names:
+            return f"{one['stage']} {one['step']} differs in {', '.join(names[:5])}"
+    return "no figure differs"
 
 
 def qwen_fp8(given: Given, found: Found) -> None:
@@ -231,6 +261,7 @@ def trl(given: Given, found: Found) -> None:
     data = model.parent / "gsm8k_train.jsonl"
     command = [
         *shlex.split(given.trl),
+        "-P",  # this folder has modules with names of packages
         str(Path(__file__).with_name("trl_reference.py")),
         str(model),
         str(data),
@@ -250,19 +281,24 @@ def trl(given: Given, found: Found) -> None:
         ]
     else:
         command += ["--prompts", "2", "--group", "2", "--updates", "1", "--max-tokens", "24"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    print(done.stdout, done.stderr, flush=True)
+    answer = given.out / "trl.answer.json"
+    answer.unlink(missing_ok=True)
+    # TRL has packages of its own.
+    packages = ("PYTHONPATH", "LD_LIBRARY_PATH", "CUDNN_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in packages}
+    command += ["--out", str(answer)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TRL_LIMIT, check=False)
     if done.returncode:
         raise SystemExit(f"TRL: exit code {done.returncode}")
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = json.loads(answer.read_text())
     found.figures["trl"], found.figures["megarl"] = theirs, seconds
     step = statistics.median(theirs["seconds_per_rollout"])
     generation = statistics.median(theirs["generation_seconds_per_rollout"])
-    update = seconds["actor_update"] + seconds.get("old_logprobs", 0.0)
+    ours = seconds["rollout"] + seconds["weight_transfer"]
     rows = [
         ["a step", seconds["step"], step],
-        ["generation", seconds["rollout"], generation],
-        ["the rest (log-probs, updates)", update, step - generation],
+        ["generation and weight transfer", ours, generation],
+        ["the rest", seconds["step"] - ours, step - generation],
     ]
     found.table("megarl and TRL, seconds", ("", "megarl", "TRL"), rows)
     if given.has(CUDA):
@@ -293,14 +329,19 @@ def mixture(given: Given, found: Found) -> None:
 
 
 class Sampler(threading.Thread):
-    """Sample memory and file descriptors of this process's descendants until `stop` is set."""
+    """Sample memory and file descriptors of this process's descendants until `stop` is set.
 
-    def __init__(self) -> None:
+    It begins once `metrics` has records: before, the run starts."""
+
+    def __init__(self, metrics: Path) -> None:
         super().__init__(daemon=True)
+        self.metrics = metrics
         self.stop, self.samples = threading.Event(), list[tuple[float, int]]()
 
     def run(self) -> None:
         while not self.stop.wait(SAMPLE_EVERY):
+            if not self.metrics.is_file():
+                continue
             memory, descriptors = 0.0, 0
             for process in psutil.Process().children(recursive=True):
                 try:
@@ -313,7 +354,8 @@ class Sampler(threading.Thread):
 
 def endurance(given: Given, found: Found) -> None:
     """Row 9: memory of device and host stays flat over many steps, and nothing is left behind."""
-    shared, sampler = Path("/dev/shm"), Sampler()
+    shutil.rmtree(given.out / "endurance", ignore_errors=True)
+    shared, sampler = Path("/dev/shm"), Sampler(given.out / "endurance" / "metrics.jsonl")
     before = {path.name for path in shared.iterdir()}
     sampler.start()
     records = run(given, found, "endurance")

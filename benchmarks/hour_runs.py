@@ -36,6 +36,7 @@ from hour_found import (
 )
 from measure import phase_flops
 
+RANK_TIMEOUT = 60.0  # seconds of a collective of `rank_layout`, below the limit of its command
 CURVES = {
     "reward": "reward/mean",
     "policy loss": "policy/loss",
@@ -58,12 +59,14 @@ def run(
     name: str,
     *more: str,
     fresh: bool = True,
+    label: str = "",
     limit: float | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Train and return the records of a stage's run; a run that fails is summarised up to its failure.
 
-    more: further overrides; fresh: delete an earlier run instead of continuing it; limit: seconds"""
+    more: further overrides; fresh: delete an earlier run instead of continuing it; limit: seconds
+    label: name in the report, if the stage has several runs of this name"""
     run_dir, records = given.out / name, list[dict[str, Any]]()
     if fresh:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -75,7 +78,7 @@ def run(
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             records = [json.loads(line) for line in lines if line.endswith("\n")]
         if any(record["stage"] == "train" for record in records):
-            summarise(given, found, plan_of_run(given, name, overrides), records)
+            summarise(given, found, label or name, plan_of_run(given, name, overrides), records)
     if code:
         raise SystemExit(f"megarl train: exit code {code}")
     return records
@@ -101,7 +104,7 @@ def run_limited(
             process.wait()
 
 
-def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[str, Any]]) -> None:
+def summarise(given: Given, found: Found, name: str, plan: Any, records: Sequence[Mapping[str, Any]]) -> None:
     """Add a run's curves, and compare its phases with the plan: seconds, shares of the peak, memory."""
     from megarl.plan.times import Lengths, estimate
 
@@ -113,24 +116,21 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
         values = [record[key] for record in steady if key in record]
         return statistics.median(values) if values else None
 
-    found.figures["curves"] = {name: [record.get(key) for record in steps] for name, key in CURVES.items()}
-    found.figures["steps"] = steps
-    found.figures["accuracy"] = [record["eval/avg"] for record in records if record["stage"] == "eval"]
-    shown = {
-        name: values for name, values in found.figures["curves"].items() if any(v is not None for v in values)
-    }
-    columns, name = list(shown), found.path.name.partition(".")[0]
-    found.table(
-        f"Curves of {name}",
-        ("step", *columns),
-        [[i + 1, *row] for i, row in enumerate(zip(*shown.values(), strict=True))],
-    )
+    curves = {title: [record.get(key) for record in steps] for title, key in CURVES.items()}
+    accuracy = [record["eval/avg"] for record in records if record["stage"] == "eval"]
+    figures = {"curves": curves, "steps": steps, "accuracy": accuracy}
+    found.figures.setdefault("runs", {})[name] = figures
+    shown = {title: values for title, values in curves.items() if any(v is not None for v in values)}
+    rows: list[list[Any]] = [[i + 1, *row] for i, row in enumerate(zip(*shown.values(), strict=True))]
+    found.table(f"Curves of {name}", ("step", *shown), rows)
 
     middle = dict(sorted(steady, key=lambda record: record["time/step"])[len(steady) // 2])
     tokens = middle["rollout/tokens"] / config.responses
     passes = sum(f"time/{phase.name}" in middle for phase in plan.phases if phase.model)
     prompt = max(1.0, middle["train/tokens"] / max(1, passes) / config.responses - tokens)
     expected = estimate(plan, Lengths(tokens, config.rollout.max_response_tokens, prompt)).parts
+    expected["residency"] = expected.pop("on and off the device", 0.0)
+    figures["planned"] = {"step": sum(expected.values()), **expected}
     work = (
         phase_flops(plan.actor.sizes, middle, config.rollout.group_size)
         if not plan.actor.sizes.experts
@@ -139,10 +139,10 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
     rates = given.out / "kernels.json"
     measured = json.loads(rates.read_text())["figures"].get("matmul_tflops") if rates.is_file() else None
     planned = gpu.planned(config, plan.actor.config, world)
-    rows, ratios = [], {}
+    rows, ratios = [], dict[str, float]()
     for phase in [key.removeprefix("time/") for key in middle if key.startswith("time/")]:
         seconds, peak, device = (median(f"{kind}/{phase}") for kind in ("time", "memory", "memory_device"))
-        if phase not in expected and phase not in planned and phase not in ("step", "residency"):
+        if phase not in expected and phase not in planned and phase != "step":
             continue
         reached = work[phase] / seconds / world / 1e12 if phase in work and seconds else None
         own, all_of_it = planned.get(phase, (None, None))
@@ -151,19 +151,21 @@ def summarise(given: Given, found: Found, plan: Any, records: Sequence[Mapping[s
         share = reached / measured if reached and measured else None
         sheet = reached / plan.device.tflops if reached and given.has(CUDA) else None
         gib = [None if size is None else size / GIB for size in (peak, own, device, all_of_it)]
-        rows.append([phase, seconds, expected.get(phase), share, sheet, *gib])
+        rows.append([phase, seconds, figures["planned"].get(phase), share, sheet, *gib])
     columns = ["phase", "s", "plan's s", "share of bf16 products as measured", "of the data sheet"]
     columns += ["peak, GiB", "planned", "device, GiB", "planned"]
     found.table(f"Phases of {name} beside megarl plan, medians of {len(steady)} steps", columns, rows)
     speeds = {key: median(f"throughput/{key}") for key in ("rollout_tokens", "train_tokens", "transfer")}
-    found.figures["throughput"] = speeds
-    found.notes.append("tokens/s: " + ", ".join(f"{k} {v:,.0f}" for k, v in speeds.items() if v is not None))
+    figures["throughput"] = speeds
+    found.notes.append(
+        f"{name}, tokens/s: " + ", ".join(f"{k} {v:,.0f}" for k, v in speeds.items() if v is not None)
+    )
     if given.has(CUDA):
         for phase, ratio in ratios.items():
-            found.at_most(f"{phase}: peak of this process / megarl plan's", ratio, 1.05)
+            found.at_most(f"{name}, {phase}: peak of this process / megarl plan's", ratio, 1.05)
         if (apart := median("mismatch/logprob_abs_mean")) is not None:
             bound = ENGINE_LOGPROBS if config.model.fp8.format == "none" else FP8_LOGPROBS
-            found.at_most("log-probs of engine and trainer, mean difference", apart, bound, " nats")
+            found.at_most(f"{name}: log-probs of engine and trainer, mean difference", apart, bound, " nats")
     found.save()
 
 
@@ -172,8 +174,9 @@ def vapo(given: Given, found: Found, *, fp8: bool) -> None:
     run(given, found, "vapo_fp8" if fp8 else "vapo_bf16")
     others = given.out / "vapo_bf16.json"
     if fp8 and others.is_file():
-        theirs = json.loads(others.read_text())["figures"].get("curves", {})
-        ours = found.figures["curves"]
+        runs = json.loads(others.read_text())["figures"].get("runs", {})
+        theirs = runs.get("vapo_bf16", {}).get("curves", {})
+        ours = found.figures["runs"]["vapo_fp8"]["curves"]
         both = {name: list(zip(theirs[name], ours[name], strict=False)) for name in ours if name in theirs}
         rows = [
             [step + 1, *(value for name in both for value in both[name][step])]
@@ -237,12 +240,14 @@ def torchrun(
     return made
 
 
-def rank_nccl(given: Given, answer: str) -> None:
-    """Measure GB/s of an all-reduce (bus bandwidth, as in NCCL's tests) and of a ring of messages."""
+def rank_nccl(given: Given, answer: str, count: int) -> None:
+    """Measure GB/s of an all-reduce (bus bandwidth, as in NCCL's tests) and of a ring of messages.
+
+    count: elements of a message, in bf16"""
     import torch.distributed as dist
 
     runtime = start_runtime()
-    count, device = (2**16 if given.tiny else 2**29), runtime.device
+    device = runtime.device
     mine, other = (torch.ones(count, dtype=torch.bfloat16, device=device) for _ in range(2))
     world, rank = dist.get_world_size(), dist.get_rank()
 
@@ -263,7 +268,7 @@ def rank_nccl(given: Given, answer: str) -> None:
 def nccl(given: Given, found: Found) -> None:
     from megarl.config.schema import ClusterConfig
 
-    found.figures = made = torchrun(given, given.world, "rank_nccl")
+    found.figures = made = torchrun(given, given.world, "rank_nccl", count=2**16 if given.tiny else 2**29)
     speed = ClusterConfig().node_speed
     found.table(f"Messages of {given.world} ranks, GB/s", list(made), [list(made.values())])
     if given.has(CUDA):
@@ -279,9 +284,12 @@ def rank_layout(
     """Compute log-probs, the gradient norms of three updates, and the log-probs after them.
 
     sizes: keys of `parallel`; model: folder"""
+    import torch.distributed as dist
+
+    from megarl.parallel.runtime import stop
     from tests.gpu.scene import Scene
 
-    runtime = start_runtime(**sizes)
+    runtime = start_runtime(RANK_TIMEOUT, **sizes)
     settings: dict[str, Any] = {"parallel": sizes, "model": {"layers": layers, "dtype": dtype}}
     scene = Scene(runtime, given.out / "layouts", Path(model), **settings)
     batch = scene.make_batch(8, 60)
@@ -291,6 +299,8 @@ def rank_layout(
     after = scene.logprobs_of(batch).tolist()
     if runtime.rank == 0:
         write(Path(answer), {"before": before, "norms": norms, "after": after})
+    dist.barrier(group=runtime.cpu_group)  # NCCL's ranks must end together
+    stop()
 
 
 def compare_layouts(
@@ -300,7 +310,7 @@ def compare_layouts(
 
     layouts: keys of `parallel` by name; launch: limit and environment of each command"""
     kinds = [("portable", "fp32"), *([("te", "bf16")] if given.has(TE) else [])]
-    rows, failed = [], set()
+    rows, failed = [], set[str]()
     columns = ("", "log-probs", "gradient norms, relative", "log-probs after 3 updates")
     for layers, dtype in kinds:
         exact, arguments = dtype == "fp32", {"model": str(folder), "layers": layers, "dtype": dtype}
@@ -308,6 +318,9 @@ def compare_layouts(
         for name, sizes in layouts.items():
             if "cp" in sizes and layers == "portable" and given.has(CUDA):
                 continue  # ring attention on GPUs is Transformer Engine's
+            if name in failed:
+                found.notes.append(f"{layers} {dtype}, {name}: not tried, as it failed with portable layers")
+                continue
             ranks = math.prod(size for key, size in sizes.items() if key != "ep")
             what = f"{layers} {dtype}, {name}"
             try:

@@ -24,7 +24,6 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,7 +89,7 @@ def look(tiny: bool) -> dict[str, Any]:
         )
     if not transformer_engine_problem("cuda" if cuda else "cpu"):  # on a CPU: the emulation in tests/te
         has += [TE, *(["FP8"] if capability >= (8, 9) or not cuda else [])]
-    has += [SGLANG] * (find_spec("sglang") is not None) + [NODE] * (count > 1 or tiny)
+    has += [SGLANG] * ("sglang" in installed()) + [NODE] * (count > 1 or tiny)
     size = f" ({memory / GIB:.1f} GiB)" if cuda else ""
     git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
     try:

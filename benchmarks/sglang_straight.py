@@ -1,6 +1,6 @@
 """An SGLang engine's process with one more call: a batch sent directly to SGLang's own `generate`.
 
-For benchmarks/sglang.py and benchmarks/gpu.py."""
+For benchmarks/sglang_engine.py and benchmarks/gpu.py."""
 
 from __future__ import annotations
 

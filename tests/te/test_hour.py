@@ -19,7 +19,9 @@ def test_fp8_beside_bf16(tmp_path: Path) -> None:
     assert [found[name] for name in chosen] == ["passed"] * 6, told
     assert "met     | FP8 is at work" in (tmp_path / "vapo_fp8.log").read_text()
     ours, theirs = (
-        json.loads((tmp_path / f"{name}.json").read_text())["figures"]["curves"]["gradient norm"]
+        json.loads((tmp_path / f"{name}.json").read_text())["figures"]["runs"][name]["curves"][
+            "gradient norm"
+        ]
         for name in ("vapo_fp8", "vapo_bf16")
     )
     assert ours == pytest.approx(theirs, rel=0.05) and ours != theirs

@@ -1,6 +1,6 @@
 """Compare the throughput of rollouts through megarl with direct calls of SGLang, on one CPU engine.
 
-    .venv-sglang/bin/python benchmarks/sglang.py [--responses 256] [--tokens 96] [--repeats 3]
+    .venv-sglang/bin/python benchmarks/sglang_engine.py [--responses 256] [--tokens 96] [--repeats 3]
 
 "straight" is one call of SGLang's `generate` with the whole batch, in the engine's process, with SGLang's own
 sampler and no seeds. "megarl" is a generation batch: requests and responses cross the process boundary, each
