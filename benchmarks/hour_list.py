@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from hour import CUDA
+from hour import CUDA, MARK, marked
 from hour_configs import get_model, of_machine, overrides_of, plan_of_run
 from hour_found import ENGINE_LOGPROBS, GIB, ROOT, Found, Given, SkipStage, make_qwen
 from hour_runs import compare_layouts, run, torchrun, train_command
@@ -266,21 +266,10 @@ def trl(given: Given, found: Found) -> None:
         str(model),
         str(data),
     ]
-    command += ["--gsm8k", *("--rollouts", "3", "--warmup", "1")]
+    sizes = "--prompts 2 --group 2 --updates 1 --max-tokens 24"
     if given.has(CUDA):
-        command += [
-            "--vllm",
-            "--accumulate",
-            "4",
-            "--prompts",
-            "64",
-            "--dtype",
-            "bf16",
-            "--max-tokens",
-            "512",
-        ]
-    else:
-        command += ["--prompts", "2", "--group", "2", "--updates", "1", "--max-tokens", "24"]
+        sizes = "--vllm --dtype bf16 --prompts 64 --accumulate 4 --max-tokens 512"
+    command += ["--gsm8k", "--rollouts", "3", "--warmup", "1", *sizes.split()]
     answer = given.out / "trl.answer.json"
     answer.unlink(missing_ok=True)
     # TRL has packages of its own.
@@ -380,7 +369,7 @@ def endurance(given: Given, found: Found) -> None:
         if given.has(CUDA) and a:
             found.at_most(f"{key}: last quarter / second quarter", b / a, 1.02)
     found.table("Highest values", ("", "second quarter of the steps", "last quarter"), rows)
-    left = [process.name() for process in psutil.Process().children(recursive=True)]
+    left = [process.name() for process in marked(os.environ[MARK]) if process.pid != os.getpid()]
     files = sorted({path.name for path in shared.iterdir()} - before)
     found.notes += [f"left: {', '.join([*left, *files])}"] if left or files else []
     found.holds("no process and no shared memory is left", not left and not files)
