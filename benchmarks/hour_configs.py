@@ -25,29 +25,29 @@ def given_frozen(given: Given) -> dict[str, Any]:
     layers = Sizes.from_config(read_config(given.model_7b)).layers
     for frozen in range(0, layers, 2):
         settings: dict[str, Any] = {"frozen_layers": frozen, "frozen": ["embeddings"]} if frozen else {}
-        overrides = [*overrides_of("seven_vapo", given), *of_both_models(settings)]
-        plan = plan_of_run(given, "seven_vapo", overrides)
+        overrides = [*get_overrides("seven_vapo", given), *set_both_models(settings)]
+        plan = plan_run(given, "seven_vapo", overrides)
         if find_problem(plan, room=0.1 * plan.device.memory) is None:
             return settings
     raise SkipStage("megarl plan finds no number of frozen layers with which it fits")
 
 
-def of_both_models(settings: Mapping[str, Any]) -> list[str]:
+def set_both_models(settings: Mapping[str, Any]) -> list[str]:
     return [f"{model}.{k}={json.dumps(v)}" for model in ("actor", "critic") for k, v in settings.items()]
 
 
-def on_device(given: Given, folder: Path, dp: int = 1) -> list[str]:
+def get_demo_overrides(given: Given, folder: Path, dp: int = 1) -> list[str]:
     """Return the overrides that run the pretrained demo on this machine's devices."""
     task = given.out / "small"
     return [
         *(f"model.path={folder}", f"data.train=[{task / 'train.jsonl'}]"),
         *(f"data.eval=[{task / 'eval.jsonl'}]", "evaluation.every=0", f"parallel.dp={dp}"),
         "rollout.dynamic_sampling.enabled=false",
-        *of_machine(given),
+        *get_machine_overrides(given),
     ]
 
 
-def of_machine(given: Given) -> list[str]:
+def get_machine_overrides(given: Given) -> list[str]:
     """Return the overrides that choose this machine's device, layers, precision and engine."""
     cuda, te = given.has(CUDA), given.has(TE)
     engine = "sglang" if cuda and given.has(SGLANG) else "transformers"
@@ -57,11 +57,11 @@ def of_machine(given: Given) -> list[str]:
         *(f"rollout.engine={engine}", "rollout.engine_memory=0.4"),
         *(["update.share_prompts=false"] if te else []),
         *([f"rollout.engine_options={json.dumps(given.engine_options)}"] if given.engine_options else []),
-        *described(given),
+        *describe_machine(given),
     ]
 
 
-def described(given: Given) -> list[str]:
+def describe_machine(given: Given) -> list[str]:
     """Return the overrides that describe this machine to the planner and reduce the log output."""
     host = given.machine["host_memory"] / GIB
     devices = [f"cluster.gpu={kind_of_gpu(given)}", f"cluster.host_memory={host:.0f}"]
@@ -125,11 +125,15 @@ EVALUATED = ("qwen_vapo", "qwen_fp8")
 CONSTANT = ("actor.schedule=constant", "critic.schedule=constant")  # other schedules depend on `steps`
 
 
-def on_gsm8k(name: str, given: Given) -> list[str]:
+def get_gsm8k_overrides(name: str, given: Given) -> list[str]:
     """Return the overrides of one of GSM8K_RUNS."""
     _, size, more = GSM8K_RUNS[name]
     folder = get_model(given, f"qwen{size}")
-    made = [f"model.path={folder}", f"data.train=[{folder.parent / 'gsm8k_train.jsonl'}]", *of_machine(given)]
+    made = [
+        f"model.path={folder}",
+        f"data.train=[{folder.parent / 'gsm8k_train.jsonl'}]",
+        *get_machine_overrides(given),
+    ]
     made += [*more, *(TINY_GSM8K if given.tiny else ())]
     if name not in EVALUATED:
         return [*made, "data.eval=[]", "evaluation.every=0"]
@@ -137,11 +141,11 @@ def on_gsm8k(name: str, given: Given) -> list[str]:
     return [*made, f"data.eval=[{folder.parent / 'gsm8k_eval.jsonl'}]", f"evaluation.every={every}"]
 
 
-def on_small_model(name: str, given: Given) -> list[str]:
+def get_small_overrides(name: str, given: Given) -> list[str]:
     """Return the overrides of one of SMALL_RUNS, which train on sums."""
     model, more = SMALL_RUNS[name]
     folder = small(given) if model == "smollm2" else get_model(given, model)
-    made = [*on_device(given, folder), "data.eval=[]", "value_pretraining.steps=0", *CONSTANT, *more]
+    made = [*get_demo_overrides(given, folder), "data.eval=[]", "value_pretraining.steps=0", *CONSTANT, *more]
     made += ["checkpoint.export_hf=false", "data.max_prompt_tokens=900"]
     if model != "smollm2" or given.tiny:
         made += ["rollout.prompts=4", "rollout.group_size=2", "update.mini_batch=8"]
@@ -156,16 +160,16 @@ def get_model(given: Given, name: str) -> Path:
     return folder
 
 
-def overrides_of(name: str, given: Given) -> list[str]:
+def get_overrides(name: str, given: Given) -> list[str]:
     """Return the overrides of a stage's run."""
     if name in GSM8K_RUNS:
-        return on_gsm8k(name, given)
+        return get_gsm8k_overrides(name, given)
     if name in SMALL_RUNS:
-        return on_small_model(name, given)
+        return get_small_overrides(name, given)
     world = given.world
     tiny = ["data.max_prompt_tokens=900", "data.eval=[]", "checkpoint.export_hf=false"]  # tokens are letters
     if name in ("vapo_bf16", "vapo_fp8"):
-        made = on_device(given, small(given))
+        made = get_demo_overrides(given, small(given))
         made += ["model.fp8.format=hybrid", "model.fp8.recipe=tensorwise"] if name == "vapo_fp8" else []
         if given.tiny:
             made += [*tiny, "steps=2", "rollout.prompts=2", "rollout.group_size=2", "update.mini_batch=4"]
@@ -175,7 +179,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
     if name == "seven_vapo":
         assert given.model_7b is not None
         return [
-            *on_device(given, given.model_7b),
+            *get_demo_overrides(given, given.model_7b),
             *("rollout.prompts=16", "rollout.max_response_tokens=512", "reward.overlong.buffer=128"),
             *("rollout.max_batch=128", "rollout.engine_memory=0.6", "data.max_prompt_tokens=256"),
             *("update.mini_batch=64", "update.tokens_per_micro_batch=8192", "model.recompute=full"),
@@ -183,7 +187,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
         ]
     if name == "resume":
         made = [
-            *on_device(given, small(given), world),
+            *get_demo_overrides(given, small(given), world),
             *("rollout.group_size=4", f"rollout.prompts={2 * world}"),
         ]
         made += [f"update.mini_batch={8 * world}", "checkpoint.every=1", "checkpoint.export_hf=false"]
@@ -191,7 +195,7 @@ def overrides_of(name: str, given: Given) -> list[str]:
         made += ["actor.schedule=constant", "critic.schedule=constant"]  # other schedules depend on `steps`
         return [*made, *(tiny if given.tiny else [])]
     if given.model_7b is None:
-        made = on_device(given, small(given), world)
+        made = get_demo_overrides(given, small(given), world)
         if given.tiny:
             return [
                 *made,
@@ -214,22 +218,22 @@ def overrides_of(name: str, given: Given) -> list[str]:
         *("evaluation.every=0", "rollout.prompts=64", "update.mini_batch=128", "data.max_prompt_tokens=1024"),
         *("rollout.max_response_tokens=2048", "reward.overlong.buffer=512", "steps=20"),
         *("update.tokens_per_micro_batch=16384", "value_pretraining.steps=3", "checkpoint.every=0"),
-        *("checkpoint.export_hf=false", *described(given)),
+        *("checkpoint.export_hf=false", *describe_machine(given)),
     ]
 
 
-def config_of(name: str, given: Given) -> str:
+def get_config(name: str, given: Given) -> str:
     if name in GSM8K_RUNS:
         return f"configs/{QWEN.format(GSM8K_RUNS[name][0])}"
     large = name == "vapo_20" and given.model_7b is not None
     return f"configs/{'vapo_7b' if large else 'demos/smollm2_vapo'}.yaml"
 
 
-def plan_of_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
+def plan_run(given: Given, name: str, overrides: Sequence[str]) -> Any:
     """Return the planner's inputs for a stage's run on this GPU."""
     from megarl.config import load_config
     from megarl.plan.inputs import make_plan_inputs
     from megarl.weights.families import read_config
 
-    loaded = load_config(ROOT / config_of(name, given), overrides)
+    loaded = load_config(ROOT / get_config(name, given), overrides)
     return make_plan_inputs(loaded, read_config(loaded.model.path), memory=given.machine["memory"] or None)

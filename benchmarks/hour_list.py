@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 from hour import CUDA, MARK, marked
-from hour_configs import get_model, of_machine, overrides_of, plan_of_run
+from hour_configs import get_machine_overrides, get_model, get_overrides, plan_run
 from hour_found import ENGINE_LOGPROBS, GIB, ROOT, Found, Given, SkipStage, make_qwen
 from hour_runs import compare_layouts, run, torchrun, train_command
 
@@ -144,17 +144,17 @@ def shared_gpu(given: Given, found: Found) -> None:
 
 def restart(given: Given, found: Found) -> None:
     """Row 3: two runs of one seed, and one that is killed and resumed, end in the same weights."""
-    sglang = "rollout.engine=sglang" in of_machine(given)
+    sglang = "rollout.engine=sglang" in get_machine_overrides(given)
     options = json.dumps({**given.engine_options, "enable_deterministic_inference": True})
     keys = [f"rollout.engine_options={options}"] if sglang else []
     keys += ["checkpoint.every=1", "checkpoint.export_hf=true"]
     environment = DETERMINISTIC if given.has(CUDA) else {}
     first = run(given, found, "restart", *keys, environment=environment)
-    expected = weights(given.out / "restart")
+    expected = hash_weights(given.out / "restart")
     again = run(given, found, "restart", *keys, label="restart, again", environment=environment)
     found.notes.append(f"two runs of one seed: {first_difference(first, again)}")
     found.holds(
-        "two runs of one seed: the same weights, bit for bit", weights(given.out / "restart") == expected
+        "two runs of one seed: the same weights, bit for bit", hash_weights(given.out / "restart") == expected
     )
     kill_in_update(given, *keys, environment=environment)
     records = run(
@@ -162,7 +162,7 @@ def restart(given: Given, found: Found) -> None:
     )
     steps = [record["step"] for record in records if record["stage"] == "train"]
     found.holds("after kill -9 the run resumes", steps == [1, 2, 3])
-    found.holds("resumed: the same weights, bit for bit", weights(given.out / "restart") == expected)
+    found.holds("resumed: the same weights, bit for bit", hash_weights(given.out / "restart") == expected)
     if given.has(CUDA):
         other = run(given, found, "restart", label="restart, not deterministic")
         ratio = seconds_by_phase(first)["step"] / seconds_by_phase(other)["step"]
@@ -193,7 +193,7 @@ def kill_in_update(given: Given, *keys: str, environment: Mapping[str, str]) -> 
             process.terminate()
 
 
-def weights(run_dir: Path) -> dict[str, bytes]:
+def hash_weights(run_dir: Path) -> dict[str, bytes]:
     """Return the checksums of an exported model's tensors."""
     from safetensors import safe_open
 
@@ -301,7 +301,7 @@ def qwen_large(given: Given, found: Found) -> None:
     make_qwen(given, found, "qwen1.5b")
     records = run(given, found, "qwen_large")
     check_speed(given, found, "qwen_large", records, 0.4, 0.2)
-    if problem := find_problem(plan_of_run(given, "qwen_large_kept", overrides_of("qwen_large_kept", given))):
+    if problem := find_problem(plan_run(given, "qwen_large_kept", get_overrides("qwen_large_kept", given))):
         found.notes.append(f"without offload: {problem}")
         return
     kept = seconds_by_phase(run(given, found, "qwen_large_kept"))

@@ -23,7 +23,7 @@ import psutil
 import torch
 from hour import CUDA, TE, write
 from hour import STAGES as SCRIPT
-from hour_configs import config_of, given_frozen, of_both_models, overrides_of, plan_of_run
+from hour_configs import get_config, get_overrides, given_frozen, plan_run, set_both_models
 from hour_found import (
     ENGINE_LOGPROBS,
     FP8_LOGPROBS,
@@ -49,8 +49,8 @@ CURVES = {
 
 
 def train_command(given: Given, name: str, *more: str) -> list[str]:
-    overrides = [*overrides_of(name, given), *more, f"run_dir={given.out / name}"]
-    return [sys.executable, "-m", "megarl", "train", str(ROOT / config_of(name, given)), *overrides]
+    overrides = [*get_overrides(name, given), *more, f"run_dir={given.out / name}"]
+    return [sys.executable, "-m", "megarl", "train", str(ROOT / get_config(name, given)), *overrides]
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
     run_dir, records = given.out / name, list[dict[str, Any]]()
     if fresh:
         shutil.rmtree(run_dir, ignore_errors=True)
-    overrides = [*overrides_of(name, given), *more, f"run_dir={run_dir}"]
+    overrides = [*get_overrides(name, given), *more, f"run_dir={run_dir}"]
     try:
         code = run_limited(train_command(given, name, *more), limit, environment)
     finally:
@@ -78,7 +78,7 @@ def run(
             lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             records = [json.loads(line) for line in lines if line.endswith("\n")]
         if any(record["stage"] == "train" for record in records):
-            summarise(given, found, label or name, plan_of_run(given, name, overrides), records)
+            summarise(given, found, label or name, plan_run(given, name, overrides), records)
     if code:
         raise SystemExit(f"megarl train: exit code {code}")
     return records
@@ -197,7 +197,7 @@ def seven_vapo(given: Given, found: Found) -> None:
     """Train the 7B model on one GPU, with the number of frozen layers that the plan requires."""
     settings = given_frozen(given)
     found.notes.append(f"what is not trained: {settings or 'nothing'}")
-    run(given, found, "seven_vapo", *of_both_models(settings))
+    run(given, found, "seven_vapo", *set_both_models(settings))
 
 
 # Several GPUs

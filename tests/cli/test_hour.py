@@ -204,10 +204,10 @@ def test_the_runs_of_a_gpu_machine_are_valid_and_fit(
     if name == "seven_vapo":
         settings = runs.given_frozen(given)
         assert 0 < settings["frozen_layers"] < 26, "the optimizer of all of it has no room on one GPU"
-        more = runs.of_both_models(settings)
-    overrides = [*runs.overrides_of(name, given), *more]
-    check_config(load_config(ROOT / runs.config_of(name, given), overrides), name)
-    plan = runs.plan_of_run(given, name, overrides)
+        more = runs.set_both_models(settings)
+    overrides = [*runs.get_overrides(name, given), *more]
+    check_config(load_config(ROOT / runs.get_config(name, given), overrides), name)
+    plan = runs.plan_run(given, name, overrides)
     assert find_problem(plan) is None
     assert plan.layout.world == gpus
     assert plan.config.rollout.engine == "sglang" and plan.layers == "te"
@@ -234,7 +234,7 @@ def test_a_runs_phases_stand_beside_the_plan_and_the_peak(hour: Any, tmp_path: P
     record |= {"mismatch/logprob_abs_mean": 0.2, "reward/mean": -1.0, "throughput/rollout_tokens": 5120.0}
     slow = record | {"time/actor_update": 9.0, "time/step": 12.0}  # the first step includes warm-up
     found = importlib.import_module("hour_found").Found(tmp_path / "vapo_bf16.partial.json")
-    plan = runs.plan_of_run(given, "vapo_bf16", runs.overrides_of("vapo_bf16", given))
+    plan = runs.plan_run(given, "vapo_bf16", runs.get_overrides("vapo_bf16", given))
     runs.summarise(
         given, found, "vapo_bf16", plan, [slow | {"step": 1}, record | {"step": 2}, record | {"step": 3}]
     )
@@ -270,7 +270,7 @@ def test_a_run_is_compared_with_the_plans_seconds_and_the_peak(hour: Any, tmp_pa
     record |= {"time/weight_transfer": 0.3, "time/step": 10.0, "stage": "train"}
     record |= {"rollout/tokens": 512 * 200.0, "train/tokens": 4 * 512 * 320.0}
     runs, configs = importlib.import_module("hour_runs"), importlib.import_module("hour_configs")
-    plan = configs.plan_of_run(given, "qwen_vapo", configs.overrides_of("qwen_vapo", given))
+    plan = configs.plan_run(given, "qwen_vapo", configs.get_overrides("qwen_vapo", given))
     records = [record | {"step": 1, "time/step": 90.0}, record | {"step": 2}, record | {"step": 3}]
     runs.summarise(given, found, "qwen_vapo", plan, records)
     listed.check_speed(given, found, "qwen_vapo", records, 0.25, 0.1)
@@ -362,7 +362,7 @@ def test_the_first_difference_of_two_runs_is_named(hour: Any) -> None:
 
 def test_weights_that_were_not_exported_equal_nothing(hour: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no exported weights"):
-        importlib.import_module("hour_list").weights(tmp_path)
+        importlib.import_module("hour_list").hash_weights(tmp_path)
 
 
 def test_a_command_over_its_limit_leaves_no_process(hour: Any, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_runs_of_make_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     hour, configs = (importlib.import_module(module) for module in ("hour", "hour_configs"))
     given = on_h100(hour, tmp_path, 1)
-    rows = measured(ROOT / configs.config_of(name, given), configs.overrides_of(name, given), 0)
+    rows = measured(ROOT / configs.get_config(name, given), configs.get_overrides(name, given), 0)
     near(rows)
     assert {"rollout", "actor_update", "weight_transfer"} < {row["phase"] for row in rows}
 
