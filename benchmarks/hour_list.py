@@ -82,14 +82,13 @@ def check_speed(
 
 def intervals(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float, float, float]]:
     """Return step, accuracy, and its 95 % interval of each evaluation."""
-    from megarl.algorithms.scores import interval
+    from megarl.algorithms.scores import binary_interval
 
     found = []
     for record in records:
         if record["stage"] == "eval" and "eval/avg" in record:
-            problems, mean = int(record["eval/problems"]), float(record["eval/avg"])
-            right = round(mean * problems)
-            low, high = interval([1.0] * right + [0.0] * (problems - right), 1)
+            mean = float(record["eval/avg"])
+            low, high = binary_interval(mean, int(record["eval/problems"]))
             found.append((int(record["step"]), mean, low, high))
     return found
 
@@ -252,7 +251,7 @@ def qwen_methods(given: Given, found: Found) -> None:
 
 
 def trl(given: Given, found: Found) -> None:
-    """Row 6: DAPO beside TRL with vLLM, same model, prompts, lengths and updates."""
+    """Row 6: compare DAPO with TRL and vLLM at the same model, prompts, lengths and updates."""
     if not given.trl:
         raise SkipStage("needs TRL with vLLM: --trl COMMAND, a Python that has both")
     records = run(given, found, "qwen_trl")
@@ -272,7 +271,7 @@ def trl(given: Given, found: Found) -> None:
     command += ["--gsm8k", "--rollouts", "3", "--warmup", "1", *sizes.split()]
     answer = given.out / "trl.answer.json"
     answer.unlink(missing_ok=True)
-    # TRL has packages of its own.
+    # TRL must not import megarl's packages.
     packages = ("PYTHONPATH", "LD_LIBRARY_PATH", "CUDNN_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in packages}
     command += ["--out", str(answer)]

@@ -140,16 +140,15 @@ def make_headline(run: RecordedRun) -> tuple[str, str, str]:
 
 
 def _format_interval(record: Mapping[str, Any]) -> str:
-    """Format the 95 % interval; empty unless k is 1."""
-    from megarl.algorithms.scores import interval
+    """Format the interval; empty unless k is 1."""
+    from megarl.algorithms.scores import binary_interval
 
     problems, accuracy = record.get("eval/problems"), record.get("eval/avg")
     if record.get("eval/k") != 1 or not isinstance(problems, int) or not isinstance(accuracy, float):
         return ""
     if not (problems and 0 <= accuracy <= 1):
         return ""
-    right = round(accuracy * problems)
-    low, high = interval([1.0] * right + [0.0] * (problems - right), 1)
+    low, high = binary_interval(accuracy, problems)
     return f"{low:.3f} to {high:.3f}"
 
 

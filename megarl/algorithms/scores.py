@@ -47,6 +47,12 @@ def ks_up_to(n: int) -> list[int]:
     return sorted({*(2**i for i in range(n.bit_length())), n})
 
 
+def binary_interval(mean: float, count: int) -> tuple[float, float]:
+    """Return `interval` of `count` scores of 0 or 1."""
+    right = round(mean * count)
+    return interval([1.0] * right + [0.0] * (count - right), 1)
+
+
 def interval(scores: Sequence[float], samples: int) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean score over problems; (0, 1) for a single problem.
 
