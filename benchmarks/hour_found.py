@@ -138,7 +138,7 @@ def make_pretrained(given: Given, found: Found, name: str, folder: Path) -> None
 
 
 def make_qwen(given: Given, found: Found, name: str) -> None:
-    """Make `models`/`name` and GSM8K beside it, if an earlier stage has not; with --tiny, sums.
+    """Make `models`/`name` and GSM8K, unless an earlier stage has; with --tiny, sums.
 
     Raises SkipStage if one of them is out of reach."""
     from megarl.config.errors import MegarlError

@@ -4,8 +4,9 @@
     python3 kit/kit.py unpack TARGET               # GPU machine: check and unpack the pieces, run doctor
     python3 kit/kit.py run TARGET --minutes 60     # GPU machine: arguments of benchmarks/hour.py
 
-kit.py is a copy of this file and needs only the standard library.
-The GPU machine has the same minor version of Python, torch for the same CUDA, and the packages of COMMON.
+kit.py is a copy of this file. It needs only the standard library.
+
+The GPU machine must have the same minor version of Python, torch for the same CUDA, and COMMON's packages.
 NVIDIA's libraries come from that torch. NCCL and cuDNN come from the kit, because torch and Transformer
 Engine require the versions that they were compiled with.
 """

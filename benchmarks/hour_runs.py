@@ -294,9 +294,9 @@ def rank_layout(
     scene = Scene(runtime, given.out / "layouts", Path(model), **settings)
     batch = scene.make_batch(8, 60)
     local = scene.share(batch)
-    before = scene.logprobs_of(batch).tolist()
+    before = scene.compute_all_logprobs(batch).tolist()
     norms = [scene.update(local).grad_norm for _ in range(3)]
-    after = scene.logprobs_of(batch).tolist()
+    after = scene.compute_all_logprobs(batch).tolist()
     if runtime.rank == 0:
         write(Path(answer), {"before": before, "norms": norms, "after": after})
     dist.barrier(group=runtime.cpu_group)  # NCCL's ranks must end together

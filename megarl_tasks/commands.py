@@ -68,7 +68,7 @@ def integers(
 ) -> int:
     r"""Turn answers into integers: for 11 - 2\sqrt{6} the question asks for k + m + n of k - m\sqrt{n}.
 
-    Writes the rows with integer answers, and the others beside them."""
+    Writes rows with integer answers, given or converted; others to a second file."""
     if not source.is_file():
         raise DataError(f"{source}: no such file")
     refused = refused or out.with_name(f"{out.stem}.refused{out.suffix}")

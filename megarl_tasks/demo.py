@@ -40,7 +40,7 @@ FOLDERS: dict[Model, Path] = {
     "smollm2": Path("runs/smollm2"),
     "qwen0.5b": Path("runs/qwen0.5b"),
 }
-# The first is the default.
+# The default first.
 TASKS: dict[Model, tuple[Task, ...]] = {
     "tiny": ("sums",),
     "smollm2": ("sums", "calculator"),
@@ -209,7 +209,7 @@ def _find_device(wanted: Device) -> Literal["cpu", "cuda"]:
 
 
 def _machine_overrides(model: Model, task: Task, recipe: Recipe, device: Literal["cpu", "cuda"]) -> list[str]:
-    """Adapt a shipped configuration to the device."""
+    """Adapt a configuration to the device."""
     if device == "cuda":
         # FlashInfer refuses the tiny model's heads.
         engine = "sglang" if model != "tiny" and find_spec("sglang") else "transformers"
@@ -365,7 +365,7 @@ def choose_sizes(rates: Mapping[str, float], cores: int, recipe: str, task: Task
 
 
 def abilities(machine: Machine) -> Iterator[Ability]:
-    """Yield whether the machine can train the pretrained models."""
+    """Yield whether the machine can train pretrained models."""
     if machine.gpus:
         yield Ability("a pretrained model on a GPU", True, "make demo MODEL=qwen0.5b DEVICE=cuda")
     if machine.rates is None:

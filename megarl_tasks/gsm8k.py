@@ -17,7 +17,7 @@ FILES = {
     "train": (4_166_206, "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
     "test": (749_738, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
 }
-FETCH_LIMIT = 120.0  # seconds, for each file
+FETCH_LIMIT = 120.0  # seconds of a file
 EVAL_ROWS = 512
 
 

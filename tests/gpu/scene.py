@@ -153,7 +153,7 @@ class Scene:
     def local(self, responses: int, tokens: int, seed: int = 3) -> TrainBatch:
         return self.share(self.make_batch(responses, tokens, seed))
 
-    def logprobs_of(self, batch: TrainBatch) -> torch.Tensor:
+    def compute_all_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Compute the log-probs of the response tokens of a whole batch, on every replica."""
         self.offload.onload("old_logprobs", WEIGHTS)
         budget, model = self.config.update.tokens_per_micro_batch, self.actor.model
