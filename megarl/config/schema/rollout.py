@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Literal
 
 from megarl.config.engines import ENGINES, EngineCapabilities, EngineName
@@ -57,6 +58,17 @@ class TurnsConfig(Section):
         "strict",
         "permissions of these processes: strict (read most files, write in their own temporary folder, "
         "start programs), network (strict plus network access), off (all of the user's); docs/episodes.md",
+    )
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    backend: Literal["colocated", "http", "broadcast", "disk", "delta"] | None = field(
+        None, "way to move weights (docs/weights.md); null: the engine's own"
+    )
+    folder: Path | None = field(
+        None, "of backend disk, on a file system that the servers share; null: run_dir/weights"
     )
 
 
@@ -152,6 +164,7 @@ class RolloutConfig(Section):
     engine_options: dict[str, bool | int | float | str | tuple[str, ...]] = field(
         {}, "further arguments of sglang.Engine, e.g. {attention_backend: triton}"
     )
+    weights: WeightsConfig = section(WeightsConfig)
     transfer_bucket: int = field(256, "staging memory of a weight transfer", "MiB", ge=1)
     fingerprint: bool = field(
         False, "compare the engine's and the actor's weights by hashes after each transfer"

@@ -13,3 +13,15 @@ class ScheduleConfig(Section):
         "steps that rollouts are ahead: step k samples with the weights after step k - 1 - ahead",
         "steps",
     )
+    in_flight: Literal["none", "retract", "keep", "abort"] = field(
+        "none",
+        "replace the engines' weights while responses run: retract (compute their KV cache again), keep (keep "
+        "it), abort (send partial responses again); none: between rollouts",
+    )
+    max_staleness: int = field(
+        4,
+        "with in_flight: most versions between a token's weights and those that its update starts from; "
+        "older groups are dropped",
+        "versions",
+        ge=1,
+    )
