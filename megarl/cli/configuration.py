@@ -18,7 +18,7 @@ from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
 from megarl.config.phases import GROUPS, resident_groups, select_phases, select_stages
-from megarl.config.recipes import AHEAD_PRESET, PRESETS
+from megarl.config.recipes import AHEAD_PRESET, IN_FLIGHT_PRESET, PRESETS
 from megarl.config.schema import PRETRAINING
 from megarl.config.schema.section import entry_model, fields
 from megarl.config.text import printable
@@ -142,7 +142,11 @@ def describe_key(key: str, field: FieldInfo) -> KeyDescription:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     values = " or ".join(_kinds(field.annotation)) + (f", in {extra['unit']}" if extra.get("unit") else "")
     recipe_defaults = []
-    for recipe, preset in (PRESETS | {"with schedule.ahead": AHEAD_PRESET}).items():
+    schedules = {
+        "with schedule.ahead or in_flight": AHEAD_PRESET,
+        "with schedule.in_flight": IN_FLIGHT_PRESET,
+    }
+    for recipe, preset in (PRESETS | schedules).items():
         value: Any = preset
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None

@@ -21,7 +21,7 @@ from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import atomic_file, mark_required
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def evaluate(
     config = load_config(path, overrides)
     # In an evaluation every rank has an engine, and nothing is asynchronous.
     parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
-    schedule = config.schedule.model_copy(update={"ahead": 0})
-    config = config.model_copy(update={"parallel": parallel, "schedule": schedule})
+    config = config.model_copy(update={"parallel": parallel, "schedule": ScheduleConfig()})
     folder = out or config.run_dir / "eval"
     from megarl.schedule.evaluation import find_policy
 

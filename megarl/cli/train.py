@@ -23,7 +23,7 @@ from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.files import mark_required, write_atomic
 from megarl.config.load import set_key
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 from megarl.parallel.signals import StopRequest, follow_launcher
 
@@ -147,13 +147,15 @@ def _train_launched(config: Config, end: float | None, lease: Lease) -> int:
 def _train(config: Config, stop: StopRequest, lease: Lease | None, *, launched: bool) -> int:
     def job(runtime: Runtime) -> None:
         from megarl.schedule.ahead import EngineRank
+        from megarl.schedule.in_flight import InFlightRank
         from megarl.schedule.run import build_run
         from megarl.schedule.trainer import Trainer
         from megarl.schedule.watchdog import Watchdog
 
         with Watchdog(config.run_dir, runtime.rank, runtime.job.world, config.watchdog) as watchdog:
             if not runtime.trains:
-                with closing(EngineRank(config, runtime)) as rank:
+                rank_class = EngineRank if config.schedule.in_flight == "none" else InFlightRank
+                with closing(rank_class(config, runtime)) as rank:
                     rank.serve(watchdog)
                 return
             with closing(build_run(config, runtime)) as run:
@@ -209,8 +211,8 @@ def replay(
         from megarl.schedule.replay import check_replay
 
         check_replay(config, step)
-        schedule = config.schedule.model_copy(update={"ahead": 0})  # a replay generates nothing
-        preflight(config.model_copy(update={"schedule": schedule}), str(file), replay=True)
+        # A replay generates nothing.
+        preflight(config.model_copy(update={"schedule": ScheduleConfig()}), str(file), replay=True)
 
     if not passes_on_rank_0(check):
         return 2

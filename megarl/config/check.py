@@ -35,7 +35,7 @@ SAMPLED = (
     "guard.parity_layers",
     "evaluation.every",
     "parallel.rollout_ranks",
-    "schedule.ahead",
+    "schedule",
 )
 
 # Keys and sections that are read only with some values of a switch: (switch, values).
@@ -92,6 +92,7 @@ def _problems(c: Config) -> Iterator[str]:
     yield from _engine_problems(c)
     yield from _episode_problems(c)
     yield from _window_problems(c)
+    yield from _in_flight_problems(c)
     yield from _reward_problems(c)
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every: needs data.eval files"
@@ -491,6 +492,26 @@ def _window_problems(c: Config) -> Iterator[str]:
     if c.reward.model.path is not None:
         what = "scores whole responses, and with rollout.window a batch holds parts"
         yield f"reward.model.path: {what} (leave one of them out)"
+
+
+def _in_flight_problems(c: Config) -> Iterator[str]:
+    r, mode = c.rollout, c.schedule.in_flight
+    if mode == "none":
+        what = "has no effect while schedule.in_flight is none (set it to retract, or leave this out)"
+        yield from _unused(c, what, "schedule.max_staleness")
+        return
+    if not c.parallel.rollout_ranks:
+        what = f"{mode} needs ranks that generate while others train"
+        yield f"schedule.in_flight: {what} (set parallel.rollout_ranks, or it to none)"
+    if c.schedule.ahead:
+        what = "schedule.in_flight sets how far rollouts are ahead, by max_staleness"
+        yield f"schedule.ahead: {what} (set it to 0)"
+    if r.window is not None:
+        what = "ends responses at a step's end, and with schedule.in_flight none ends there"
+        yield f"rollout.window: {what} (leave one of them out)"
+    if r.routing_replay:
+        what = "records the routing of one version of the weights, and in-flight responses have several"
+        yield f"rollout.routing_replay: {what} (set it to false)"
 
 
 def _server_problems(r: RolloutConfig) -> Iterator[str]:

@@ -26,7 +26,7 @@ from ruamel.yaml.resolver import VersionedResolver
 
 from megarl.config.errors import ConfigError, first_line
 from megarl.config.files import open_regular
-from megarl.config.recipes import AHEAD_PRESET, PRESETS
+from megarl.config.recipes import AHEAD_PRESET, IN_FLIGHT_PRESET, PRESETS
 from megarl.config.schema import Config, DataEntry, EvaluationSet, GymConfig, RewardTerm
 from megarl.config.schema.section import entry_model, fields, section_model
 
@@ -86,11 +86,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     if isinstance(recipe, str):
         _merge(merged_settings, Layer("", PRESETS.get(recipe, {})), {})
     algorithm = {**merged_settings.get("algorithm", {}), **_section(settings, "algorithm")}
-    if (
-        recipe != "sft"
-        and _section(settings, "schedule").get("ahead")
-        and algorithm.get("old_logprobs") != "engine"
-    ):
+    schedule = _section(settings, "schedule")
+    in_flight = schedule.get("in_flight", "none") != "none"
+    if recipe != "sft" and in_flight:
+        _merge(merged_settings, Layer("", IN_FLIGHT_PRESET), {})
+    if recipe != "sft" and (schedule.get("ahead") or in_flight) and algorithm.get("old_logprobs") != "engine":
         _merge(merged_settings, Layer("", AHEAD_PRESET), {})
     _merge(merged_settings, Layer("", settings), {})
     try:

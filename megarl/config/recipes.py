@@ -184,6 +184,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# With `schedule.ahead` the trainer's weights are newer than those that sampled; this corrects for it. It is
-# not needed if the engine's log-probs are pi_old.
+# With `schedule.ahead` or `in_flight` the trainer's weights are newer than those that sampled; this corrects
+# for it. It is not needed if the engine's log-probs are pi_old.
 AHEAD_PRESET: dict[str, Any] = {"algorithm": {"mismatch": {"weight": "token"}}}
+# An evaluation interrupts responses.
+IN_FLIGHT_PRESET: dict[str, Any] = {"rollout": {"continue_partial": True}}

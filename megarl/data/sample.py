@@ -193,6 +193,12 @@ class SampleGroup:
     policy_version: int
 
     @property
+    def oldest_version(self) -> int:
+        """Return the lowest policy version of sampled tokens."""
+        versions = (sample.oldest_version for sample in self.samples)
+        return min(self.policy_version if version is None else version for version in versions)
+
+    @property
     def counted(self) -> list[Sample]:
         """Graded samples to train on.
 

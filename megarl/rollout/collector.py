@@ -39,6 +39,14 @@ class GroupCollector:
     def missing(self) -> int:
         return max(0, self.prompts - len(self.accepted))
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether the step has its groups, with rejected ones at `max_batches`. Raises as `next_batch`."""
+        if not self.missing or len(self.offered) < self.prompts * self.dynamic.max_batches:
+            return not self.missing
+        self._check_limit()
+        return True
+
     def next_batch(self) -> int:
         """Return the size of the next generation batch; 0 if none is needed or allowed.
 

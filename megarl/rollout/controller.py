@@ -106,6 +106,9 @@ class Controller:
                     await self.dispatch(self._next_requests(step, collector))
                 elif self.continuous_batching:
                     self.returned = await self._abort() + self.returned
+        return self._finish_step(collector)
+
+    def _finish_step(self, collector: GroupCollector) -> StepGroups:
         for group in collector.offered:
             lengths = [r.num_sampled for r in group.samples]
             self.lengths[group.prompt.uid] = sum(lengths) / len(lengths)
@@ -304,6 +307,7 @@ class Dispatcher:
         self.version = -1
         self.engines = [EngineLoad(len(rollout.urls[e::engines]) or 1) for e in range(engines)]
         self.rebalanced = 0  # responses on unplanned engines
+        self.weights_change = config.schedule.in_flight != "none"
         limit = rollout.max_batch if rollout.in_flight is None else rollout.in_flight
         self._limit = math.inf if not limit or engines == 1 else float(limit)  # 0 means no limit
 
@@ -353,7 +357,7 @@ class Dispatcher:
 
     def finish(self, engine: int, version: int, samples: Sequence[Sample], busy_seconds: float) -> None:
         """Record samples. Raises EngineError if engines have different weights."""
-        if self.version not in (-1, version):
+        if self.version not in (-1, version) and not self.weights_change:
             problem = f"different weight versions: {sorted((self.version, version))}"
             raise EngineError(f"rollout: the ranks' engines have {problem}")
         self.version = version
@@ -378,6 +382,17 @@ class Dispatcher:
             if group is None or len(groups) == most:
                 break
             groups.append(group)
+        for sample in (sample for group in groups for sample in group.samples):
+            del self.slots[sample.id]
+        return groups
+
+    @property
+    def num_groups(self) -> int:
+        return len({slot.request.first_id for slot in self.slots.values()})
+
+    def take_finished(self, most: int) -> list[SampleGroup]:
+        """Take complete groups, also those behind incomplete ones."""
+        groups = [group for _, group in self.groups() if group is not None][:most]
         for sample in (sample for group in groups for sample in group.samples):
             del self.slots[sample.id]
         return groups

@@ -91,6 +91,11 @@ class EngineClient:
         self.busy += time.perf_counter() - start_time
         self._set_answers(responses)
 
+    async def call_between_polls(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call a function that uses the engine, while nothing else does."""
+        async with self._polling:
+            call(*arguments)
+
     def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
         for key, data in ended:
             answer = self._answers.pop(key)

@@ -71,6 +71,29 @@ class RestartEngines(Message):
     failures: list[tuple[int, str]]
 
 
+class RolloutOutcome(msgspec.Struct, array_like=True):
+    """A finished rollout. Lists have an entry per group."""
+
+    prompts: list[Prompt]  # without text; empty if all ranks know them
+    samples: list[list[Sample]]  # without tokens
+    policy_versions: list[int]
+    stats: dict[str, int | float]
+    errors: dict[str, int]
+    seconds: dict[str, float]
+    idle: float
+
+
+class StoreRollout(Message):
+    """Store the batch of step `number`, with weights in flight.
+
+    done: last step whose batch nobody needs; forget: samples that no batch needs"""
+
+    number: int
+    outcome: RolloutOutcome
+    done: int
+    forget: list[int]
+
+
 class EndRollout(Message):
     """The rollout is finished; join the broadcast. keep: samples that are still needed"""
 
@@ -177,7 +200,7 @@ Order = (
     | RunEvaluation
     | Shutdown
 )
-Command = StartSamples | AbortSamples | SendTokenData | RestartEngines | EndRollout
+Command = StartSamples | AbortSamples | SendTokenData | RestartEngines | StoreRollout | EndRollout
 Report = (
     KeepAlive | RankReady | SamplesFinished | ToolWaitCount | RankFailed | SamplesAborted | TokenDataReply
 )

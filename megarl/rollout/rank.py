@@ -10,7 +10,6 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import zmq.asyncio
 
 from megarl.config.errors import DataError, EngineError, MegarlError
@@ -24,6 +23,7 @@ from megarl.rollout import messages as m
 from megarl.rollout.collector import make_method_columns, make_rollout_batch
 from megarl.rollout.controller import Controller, GroupRequest, StepGroups
 from megarl.rollout.engines.base import RolloutEngine
+from megarl.rollout.in_flight import InFlightController
 from megarl.rollout.metrics import make_records, select_groups_to_show
 from megarl.rollout.sampling import SamplingParams, evaluation_seed
 from megarl.rollout.state import load_state, pack_journal
@@ -33,18 +33,6 @@ from megarl.sync.weight_sync import Failures
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import VerifierPool
-
-
-class RolloutOutcome(msgspec.Struct, array_like=True):
-    """A finished rollout, as broadcast. Lists have an entry per group."""
-
-    prompts: list[Prompt]  # without text; empty if all ranks know them
-    samples: list[list[Sample]]  # without tokens
-    policy_versions: list[int]
-    stats: dict[str, int | float]
-    errors: dict[str, int]
-    seconds: dict[str, float]
-    idle: float
 
 
 Decide = Callable[[Controller], Awaitable[StepGroups]]
@@ -79,7 +67,7 @@ class RolloutRank:
         self.controller: Controller | None = None
         if ranks.rank == 0:
             hub = self._run(self._listen(ranks.world))
-            controller_class = WindowController if config.rollout.window is not None else Controller
+            controller_class = get_controller_class(config)
             self.controller = controller_class(config, hub, ranks.world, take_prompts)
             self.address = hub.address
         self.address = broadcast_from_rank_0(ranks, self.address if self.controller else "", str)
@@ -121,11 +109,17 @@ class RolloutRank:
             return groups, metrics, error_counts
 
         groups, metrics, error_counts = self._run_rollout(decide, ())
+        batch = self._make_batch(step, groups, shown_groups)
+        batch.metrics, batch.errors = metrics, error_counts
+        return batch
+
+    def _make_batch(
+        self, step: int, groups: Sequence[SampleGroup], shown_groups: Sequence[SampleGroup]
+    ) -> RolloutBatch:
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
-        batch.metrics, batch.errors = metrics, error_counts
-        batch.records = make_records(step, shown_groups, self.tokenizer, limit)
+        batch.records = make_records(step, shown_groups, self.tokenizer, self.config.log.samples)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
         return batch
@@ -170,6 +164,53 @@ class RolloutRank:
         groups = iter(self.generate(requests, params, whole=True))
         return [(problem_set, list(islice(groups, len(problem_set.problems)))) for problem_set in sets]
 
+    def collect_in_flight(
+        self,
+        first: m.CollectRollout,
+        transfer: Callable[[int], None],
+        store: Callable[[int, RolloutBatch, int], m.RolloutStored],
+    ) -> None:
+        """Collect ordered steps while weights change, until an order asks for something else.
+
+        transfer  brings a weight version into the engines; called on all ranks
+        store     stores a step's batch, and is told the last step whose batch nobody needs; called on all
+                  ranks"""
+        limit, shown_groups = self.config.log.samples, list[SampleGroup]()
+        started = 0.0
+
+        async def decide(controller: Controller) -> StepGroups:
+            assert isinstance(controller, InFlightController)
+
+            async def send(order: m.CollectRollout, result: StepGroups) -> None:
+                shown_groups[:] = await controller.fetch(select_groups_to_show(result[0], limit))
+                outcome = self._make_outcome(*result, known=False)
+                outcome.idle = controller.take_idle_seconds()
+                forgotten = controller.take_forgotten()
+                message = m.StoreRollout(order.number, outcome, controller.done, forgotten)
+                await controller.hub.send_all(message)
+
+            await controller.serve(first, send)
+            return [], {}, {}
+
+        async def store_batch(message: m.StoreRollout) -> None:
+            nonlocal started
+            groups = self._take_groups(message.outcome, message.outcome.prompts)
+            batch = self._make_batch(message.number, groups, shown_groups)
+            batch.metrics, batch.errors = {**message.outcome.stats}, message.outcome.errors
+            for sample_id in message.forget:
+                self.worker.graded.pop(sample_id, None)
+            now, seconds = time.perf_counter(), self.worker.take_seconds()
+            seconds |= {"rollout": now - started, "idle": message.outcome.idle}
+            batch.metrics |= {f"inside/{part}": value for part, value in seconds.items()}
+            started = now
+            stored = store(message.number, batch, message.done)
+            if self.controller is not None:
+                await self.controller.hub.send(m.TRAINER, stored)
+
+        self.worker.transfer, self.worker.store = transfer, store_batch
+        started = time.perf_counter()
+        self._run_rollout(decide, ())
+
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.
 
@@ -178,11 +219,11 @@ class RolloutRank:
         start_time = time.perf_counter()
         result = self._run(self._serve(decide))
         failure = result if isinstance(result, MegarlError) else None
-        outcome: RolloutOutcome | None = None
+        outcome: m.RolloutOutcome | None = None
         if result is not None and failure is None:
             outcome = self._make_outcome(*result, known=bool(known))
             known = [group.prompt for group in result[0]]
-        result_type = tuple[MegarlError | None, RolloutOutcome | None]
+        result_type = tuple[MegarlError | None, m.RolloutOutcome | None]
         failure, outcome = broadcast_from_rank_0(self.ranks, (failure, outcome), result_type)
         if failure is not None:
             raise failure
@@ -190,10 +231,13 @@ class RolloutRank:
         seconds = self.worker.seconds if self.worker.leads else outcome.seconds
         gather_seconds = time.perf_counter() - start_time - seconds["generate"] - seconds["verify"]
         self.seconds = {**seconds, "gather": max(0.0, gather_seconds), "idle": outcome.idle}
+        return self._take_groups(outcome, known or outcome.prompts), {**outcome.stats}, outcome.errors
+
+    def _take_groups(self, outcome: m.RolloutOutcome, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """Return the groups, with this rank's tokens."""
         data_by_id = {i: sample.data for i, sample in self.worker.graded.items() if sample.data is not None}
-        columns = zip(known or outcome.prompts, outcome.samples, outcome.policy_versions, strict=True)
-        groups = [SampleGroup(*group_columns).with_data(data_by_id) for group_columns in columns]
-        return groups, {**outcome.stats}, outcome.errors
+        columns = zip(prompts, outcome.samples, outcome.policy_versions, strict=True)
+        return [SampleGroup(*group_columns).with_data(data_by_id) for group_columns in columns]
 
     async def _serve(self, decide: Decide) -> StepGroups | MegarlError | None:
         """Run this rank's worker, on rank 0 also `decide`."""
@@ -211,7 +255,7 @@ class RolloutRank:
 
     def _make_outcome(
         self, groups: list[SampleGroup], stats: dict[str, float], errors: dict[str, int], *, known: bool
-    ) -> RolloutOutcome:
+    ) -> m.RolloutOutcome:
         assert self.controller is not None
         prompts = [
             Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
@@ -220,7 +264,7 @@ class RolloutRank:
         samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
         versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
-        return RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
+        return m.RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
 
     def next_order(self, seconds: float) -> m.Order | None:
         """Return the trainers' next order, on every rank; None after `seconds`."""
@@ -242,6 +286,17 @@ class RolloutRank:
         """Return references to this rank's state, for `join_shares`."""
         graded = {i: sample.data for i, sample in self.worker.graded.items()}
         partials, controller = self.worker.partials, self.controller
+        if self.config.schedule.in_flight != "none":  # without tokens: batches follow each other closely
+            graded, partials = {}, {}
+        if isinstance(controller, InFlightController):
+            returned = controller.pending_requests()
+            return {
+                "graded": {},
+                "partials": {},
+                "surplus": [],
+                "returned": returned,
+                "lengths": dict(controller.lengths),
+            }
         if controller is None:
             return {
                 "graded": {i: data and pack_journal(data) for i, data in graded.items()},
@@ -279,6 +334,12 @@ class RolloutRank:
         self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()
+
+
+def get_controller_class(config: Config) -> type[Controller]:
+    if config.schedule.in_flight != "none":
+        return InFlightController
+    return WindowController if config.rollout.window is not None else Controller
 
 
 async def decide_and_end(controller: Controller, decide: Decide) -> StepGroups | MegarlError:

@@ -38,7 +38,14 @@ class RunningEpisode:
 
 
 class Worker:
-    """Follows the controller's messages. recover: see RolloutRank"""
+    """Follows the controller's messages. recover: see RolloutRank
+
+    With weights in flight, a rollout also has:
+    transfer  brings a version of the weights into the engines; called on all engine ranks
+    store     stores a step's batch; called on all engine ranks"""
+
+    transfer: Callable[[int], None]
+    store: Callable[[m.StoreRollout], Awaitable[None]]
 
     def __init__(
         self,
@@ -83,7 +90,8 @@ class Worker:
         self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
         self._tool_waits_changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seconds_taken: dict[str, float] = {}
         if self.engine.running:
             with suppress(EngineFailure):  # the engine's next call raises it again
                 self.engine.abort()
@@ -96,17 +104,29 @@ class Worker:
                         self._start_task(self.grader.run, self._report_graded)
                         self._start_task(self._report_tool_waits)
                     await self._follow_controller()
-                    for task in self._tasks:
+                    for task in list(self._tasks):
                         task.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             await self._cancel_episodes()
-            self.seconds = {"generate": self.client.busy, "verify": self.grader.seconds}
+            self.seconds = self._count_seconds()
             self._running.clear()
 
+    def _count_seconds(self) -> dict[str, float]:
+        return {"generate": self.client.busy, "verify": self.grader.seconds}
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds of a running rollout since the last call."""
+        before, self._seconds_taken = self._seconds_taken, self._count_seconds()
+        return {name: seconds - before.get(name, 0.0) for name, seconds in self._seconds_taken.items()}
+
     def _start_task(self, job: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        self._tasks.append(self._group.create_task(self._send_errors(job, *arguments)))
+        self._track(self._group.create_task(self._send_errors(job, *arguments)))
+
+    def _track(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _send_errors(self, job: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         try:
@@ -136,6 +156,12 @@ class Worker:
                 case m.RestartEngines(failures):
                     self._recover(failures)
                     last_heard = time.monotonic()
+                case m.TransferWeights(version):
+                    await self.client.call_between_polls(self.transfer, version)
+                    last_heard = time.monotonic()
+                case m.StoreRollout():
+                    await self.store(message)
+                    last_heard = time.monotonic()
                 case m.EndRollout(keep):
                     await self._end(set(keep))
                     return
@@ -150,7 +176,7 @@ class Worker:
             task = asyncio.create_task(self._send_errors(self._run, sample_id, episode))
             self._running[sample_id] = RunningEpisode(episode, index, time.monotonic(), task)
             # The group would wait for ever for a task that ignores cancel.
-            self._tasks.append(self._group.create_task(_wait_for(task)))
+            self._track(self._group.create_task(_wait_for(task)))
 
     async def _run(self, sample_id: int, episode: Episode) -> None:
         try:
@@ -176,7 +202,9 @@ class Worker:
     def _queue_for_grading(
         self, sample_id: int, episode: Episode, data: TokenData, verdict: Verdict | None
     ) -> None:
-        if np.all(data.policy_versions == self.engine.weight_version):  # equal to the group's
+        # Else equal to the group's.
+        weights_change = self.config.schedule.in_flight != "none"
+        if not weights_change and np.all(data.policy_versions == self.engine.weight_version):
             data = structs.replace(data, policy_versions=None)
         sample = Sample.from_data(
             data,

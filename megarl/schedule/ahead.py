@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ class RemoteGeneration(BatchSource):
     def __init__(self, config: Config, runtime: Runtime, weight_sync: WeightSync) -> None:
         assert runtime.store is not None
         self.config, self.runtime, self.weight_sync = config, runtime, weight_sync
-        self.ahead, self.steps = config.schedule.ahead, config.steps
+        self.ahead = config.schedule.lead
+        self.steps = config.steps
         self._link = ControllerLink(runtime)
         self.finished = self.ordered = 0
         self.pending: int | None = None
@@ -225,8 +226,8 @@ class RemoteGeneration(BatchSource):
 
     def files(self, step: int) -> list[Path]:
         limit, last_step = self.config.watchdog.limit, min(step + self.ahead, self.steps)
-        manifests = [wait_for_file(self._manifest(TRAIN, n), limit) for n in range(step + 1, last_step + 1)]
-        return [path for manifest in manifests for path in list_rollout_files(manifest)]
+        manifests = (self._manifest(TRAIN, n) for n in range(step + 1, last_step + 1))
+        return list_stored_files(wait_for_file(manifest, limit) for manifest in manifests)
 
     def wait_for_files(self, step: int) -> None:
         while self.finished < min(step + self.ahead, self.ordered):
@@ -246,6 +247,10 @@ def wait_for_file(path: Path, seconds: float) -> Path:
             )
         time.sleep(POLL)
     return path
+
+
+def list_stored_files(manifests: Iterable[Path]) -> list[Path]:
+    return [path for manifest in manifests for path in list_rollout_files(manifest)]
 
 
 def remove_rollouts(folder: Path, first: int, last: float = math.inf) -> None:
@@ -291,9 +296,8 @@ class EngineRank:
                     enter_phase("weight_transfer", TRAIN, version)
                     with self.profiler.phase("weight_transfer"):
                         self.weight_sync.sync(version)
-                case m.CollectRollout(stage, number, done):
-                    enter_phase("rollout", stage, number)
-                    rollout_rank.answer(self._collect(stage, number, done))
+                case m.CollectRollout() as order:
+                    self._collect(order, enter_phase)
                 case m.ReuseStoredRollout(source, number):
                     rollout_rank.answer(self._reuse(Path(source), number))
                 case m.RewindTo(step, stage):
@@ -310,8 +314,9 @@ class EngineRank:
             timeline.add_wait(generation.take_waited())
             timeline.enter("wait for orders")
 
-    def _collect(self, stage: str, number: int, done: int) -> m.RolloutStored:
-        started = time.perf_counter()
+    def _collect(self, order: m.CollectRollout, enter_phase: Callable[..., None]) -> None:
+        stage, number, started = order.stage, order.number, time.perf_counter()
+        enter_phase("rollout", stage, number)
         with self.profiler.step(stage, number), self.profiler.phase("rollout"):
             batch = self.generation.rollout(stage, number)
         metrics = {name: v for name, v in batch.metrics.items() if name.startswith("inside/")}
@@ -320,8 +325,9 @@ class EngineRank:
         if stage == PRETRAINING:
             metrics["rollout/reused"] = batch.metrics["rollout/reused"]
         elif self.runtime.engines.rank == 0 and not self.config.checkpoint.rollouts:
-            remove_rollouts(rollouts_folder(self.config), 0, done)
-        return m.RolloutStored(stage, number, metrics, batch.errors, events)
+            remove_rollouts(rollouts_folder(self.config), 0, order.done)
+        stored = m.RolloutStored(stage, number, metrics, batch.errors, events)
+        self.generation.rollout_rank.answer(stored)
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
         folder, failure = rollouts_folder(self.config), None

@@ -57,7 +57,9 @@ def distribute(run: Run, step: Step) -> None:
 
 def old_logprobs(run: Run, step: Step) -> None:
     """Compute the trainer's log-probs before any update, and compare the engine's."""
-    batch, version = step.batch, max(0, step.number - 1 - run.config.schedule.ahead)
+    batch, schedule = step.batch, run.config.schedule
+    # With weights in flight a batch has tokens of several versions, and all are compared.
+    version = None if schedule.in_flight != "none" else max(0, step.number - 1 - schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
     columns = run.actor.logprob_columns(batch, batch.micro_batches)
     step.metrics |= run.actor.routing_metrics()

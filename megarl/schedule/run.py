@@ -22,6 +22,7 @@ from megarl.parallel.offload_group import HostPool
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import RolloutEngine
 from megarl.schedule.ahead import RemoteGeneration
+from megarl.schedule.in_flight import InFlightGeneration
 from megarl.schedule.models import ModelBuilder, load_tokenizer
 from megarl.schedule.offload import EngineMemory, OffloadManager, Residency
 from megarl.schedule.source import BatchSource, Generation, SupervisedPairs
@@ -115,7 +116,9 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
             source = SupervisedPairs(config, tokenizer)
         elif runtime.rollout_ranks:
             weight_sync = make_weight_sync(config, runtime, folder.config, actor.model, None)
-            source = remote = RemoteGeneration(config, runtime, weight_sync)
+            in_flight = config.schedule.in_flight != "none"
+            remote_class = InFlightGeneration if in_flight else RemoteGeneration
+            source = remote = remote_class(config, runtime, weight_sync)
         else:
             source, weight_sync = build_generation(config, runtime, tokenizer, folder, actor, offload)
             engine = source.engine

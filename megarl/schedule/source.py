@@ -149,13 +149,13 @@ class Generation(BatchSource):
         batch = self.rollout_rank.collect(-number if is_pretraining else number)  # separate seeds
         batch.events = events
         self._waited += self.rollout_rank.seconds["gather"]
-        self._store(stage, number, batch)
+        self.store(stage, number, batch)
         batch.metrics |= {f"inside/{part}": seconds for part, seconds in self.rollout_rank.seconds.items()}
         if is_pretraining:
             batch.metrics["rollout/reused"] = 0.0
         return batch
 
-    def _store(self, stage: str, number: int, batch: RolloutBatch) -> None:
+    def store(self, stage: str, number: int, batch: RolloutBatch) -> None:
         if stage != PRETRAINING and not self.runtime.rollout_ranks:
             if self.config.checkpoint.rollouts:
                 self.rollouts.write(number, batch, {"stats": batch.metrics})

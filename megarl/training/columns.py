@@ -213,13 +213,13 @@ def policy_statistics(batch: TrainBatch, runtime: Runtime) -> tuple[dict[str, fl
 
 
 def mismatch(
-    batch: TrainBatch, trainer: Tensor, version: int, runtime: Runtime
+    batch: TrainBatch, trainer: Tensor, version: int | None, runtime: Runtime
 ) -> tuple[dict[str, float], Tables]:
     """Return mismatch/* of the engine's log-probs against `trainer` [T], and their histogram.
 
-    Only tokens sampled with the current weights, `version`, count."""
+    version: of the weights whose tokens count; None: all tokens"""
     engine, on_policy_mask = batch["engine_logprobs"], batch.sampled_mask
-    if "prefix_tokens" not in batch:  # tokens of each response that earlier steps sampled
+    if "prefix_tokens" not in batch and version is not None:  # tokens of each response that earlier steps sampled
         on_policy_mask = on_policy_mask & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, on_policy_mask)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))

@@ -716,7 +716,7 @@ def test_written_parameters_are_what_generates(make_engine, folders):
     target.begin_update()
     for name, tensor in target.parameters().items():
         tensor.copy_(source.parameters()[name])
-    target.end_update(1)
+    target.end_update(source.weight_version)
     asked, params = requests(4), SamplingParams(max_tokens=20)
     assert target.generate(asked, params) == source.generate(asked, params)
     target.begin_update()

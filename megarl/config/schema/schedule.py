@@ -21,7 +21,12 @@ class ScheduleConfig(Section):
     max_staleness: int = field(
         4,
         "with in_flight: most versions between a token's weights and those that its update starts from; "
-        "older groups are dropped",
+        "older groups are dropped and sampled again; the engines are at most half as many steps ahead",
         "versions",
         ge=1,
     )
+
+    @property
+    def lead(self) -> int:
+        """Return how many steps beyond the next one are ordered from the engines."""
+        return self.ahead if self.in_flight == "none" else max(1, self.max_staleness // 2)

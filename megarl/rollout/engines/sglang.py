@@ -8,10 +8,12 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
@@ -21,6 +23,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, list_unmet_requirements
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
+from megarl.rollout.engines.sglang_http import PAUSE_MODES
 from megarl.rollout.engines.sglang_process import EngineProcess
 from megarl.rollout.sampling import SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, get_family, read_config
@@ -46,7 +49,8 @@ class SGLangRequests(RolloutEngine):
         self.config, self.hf_config, self.eos_ids = config, hf_config, tuple(eos_ids)
         self._outstanding: dict[int, tuple[GenerationRequest, SamplingParams]] = {}
         self._failure: EngineFailure | None = None
-        self._has_weights = False
+        self._has_weights = self._aborting = False
+        self.pause_mode = PAUSE_MODES[config.schedule.in_flight]
 
     def submit(self, requests: Mapping[int, GenerationRequest], params: SamplingParams) -> None:
         """See RolloutEngine. Raises EngineError without weights, or if a request does not fit."""
@@ -72,24 +76,25 @@ class SGLangRequests(RolloutEngine):
         return len(self._outstanding)
 
     def _token_data(
-        self, request: GenerationRequest, answer: Any, *, name: str = "", routed: bool = False
+        self, request: GenerationRequest, answer: Any, *, names: str = "", routed: bool = False
     ) -> TokenData:
         """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
-            answer: (tokens, log-probs, finish reason, weight version, experts in base64), or an error
-            name: of the weight version; "": its number
+            answer: (tokens, log-probs, finish reason, versions, experts in base64), or an error. versions: a
+                pair for each run of tokens that one version sampled: its name and the end
+            names: what versions' names have before the number
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, answer_version, routing = answer
-        version, prefix = self.weight_version, request.prefix or TokenData()
+        tokens, logprobs, finish, named_versions, routing = answer
+        prefix = request.prefix or TokenData()
         count, vocab = len(tokens), self.hf_config["vocab_size"]
         is_known_finish = finish in ("stop", "length", "abort")
-        problem, experts = "", None
-        if answer_version != (name or str(version)):
-            problem = f"with weights of version {answer_version}, not {name or version}"
-        elif not is_known_finish or len(logprobs) != count or (not tokens and finish != "abort"):
+        experts, (new_versions, problem) = None, self._read_versions(named_versions, count, names)
+        if problem:
+            raise EngineFailure(f"SGLang answered {problem}")
+        if not is_known_finish or len(logprobs) != count or (not tokens and finish != "abort"):
             problem = f"{count} tokens with {len(logprobs)} log-probabilities, ended by {finish}"
         elif not all(0 <= token < vocab for token in tokens):
             problem = f"a token outside of the vocabulary of {vocab}"
@@ -102,9 +107,44 @@ class SGLangRequests(RolloutEngine):
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
         prefix_versions: Any = () if prefix.policy_versions is None else prefix.policy_versions
-        versions = np.array([*prefix_versions, *[version] * count])
+        versions = np.array([*prefix_versions, *new_versions])
         columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
         return TokenData(*columns, finish, versions, experts)
+
+
+    def _read_versions(
+        self, named_versions: Sequence[tuple[str, int]], count: int, names: str
+    ) -> tuple[list[int], str]:
+        """Return the version of each new token, and a problem or "".
+
+        Without updates in flight there is only the present version."""
+        versions: list[int] = []
+        for name, end in named_versions:
+            number = name.removeprefix(names)
+            is_known = name.startswith(names) and number.isdecimal() and int(number) <= self.weight_version
+            if not is_known or (self.pause_mode is None and int(number) != self.weight_version):
+                return [], f"with weights of version {name}, not {names}{self.weight_version}"
+            versions += [int(number)] * (min(end, count) - len(versions))
+        if len(versions) != count or versions != sorted(versions):
+            return [], f"{count} tokens, of which weights' versions are {named_versions}"
+        return versions, ""
+
+    def _sort_answer(self, number: int, data: TokenData) -> list[tuple[int, TokenData]]:
+        """Return a finished response. Send one again that an update has aborted."""
+        request, params = self._outstanding[number]
+        data = end_at_limit(data, request, params)
+        if data.finish_reason == "abort" and self.pause_mode == "abort" and not self._aborting:
+            self._outstanding[number] = replace(request, prefix=data), params
+            self._send({number: self._outstanding[number]})
+            return []
+        del self._outstanding[number]
+        return [(number, data)]
+
+
+def end_at_limit(data: TokenData, request: GenerationRequest, params: SamplingParams) -> TokenData:
+    """Return a response that an abort left at its limit as one that the limit has ended."""
+    is_full = data.finish_reason == "abort" and data.num_tokens >= request.limit(params)
+    return structs.replace(data, finish_reason="length") if is_full else data
 
 
 class SGLangEngine(SGLangRequests):
@@ -181,6 +221,8 @@ class SGLangEngine(SGLangRequests):
             "log_level": "warning",
             "trust_remote_code": False,
         }
+        if self.pause_mode == "in_place":
+            arguments["disable_overlap_schedule"] = True  # a running pass may not read half-written weights
         if rollout.routing_replay:
             arguments["enable_return_routed_experts"] = True
         if get_family(self.hf_config).has("shared_experts.linear_fc1.weight"):
@@ -275,14 +317,15 @@ class SGLangEngine(SGLangRequests):
 
     def begin_update(self) -> None:
         self._has_weights = False
-        self._call("begin")
+        self._call("begin", self.pause_mode)
 
     def load_shared(self, handles: Sequence[bytes | None], version: int, *, last: bool) -> None:
-        self._call("load", list(handles), version, last)
+        # A flush needs an engine without running requests.
+        self._call("load", list(handles), version, last, last and self.pause_mode != "in_place")
 
     def end_update(self, version: int) -> None:
         """See RolloutEngine. The last bucket has dropped the prefix cache."""
-        self._call("end")
+        self._call("end", self.pause_mode)
         self._has_weights, self.weight_version = True, version
         if self._restarted:  # else SGLang still has the requests
             self._send(self._outstanding)
@@ -297,6 +340,8 @@ class SGLangEngine(SGLangRequests):
                     fields = len(request.prompt_tokens), request.seed, request.left(params)
                     rows.append((number, list(request.context), *fields))
             settings = vars(params) | {"stop": list(params.stop), "stop_token_ids": list(self.eos_ids)}
+            if self.pause_mode == "in_place":  # else prefixes of older weights would match
+                settings["cache_salt"] = str(self.weight_version)
             self.process.submit(rows, settings)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
@@ -309,15 +354,15 @@ class SGLangEngine(SGLangRequests):
         for number, answer in self.process.poll(seconds):
             try:
                 request, params = self._outstanding[number]
-                responses.append((number, self._token_data(request, answer, routed=params.routing)))
+                data = self._token_data(request, answer, routed=params.routing)
             except EngineFailure as failure:
                 self._failure = failure  # the next call raises it
                 continue
-            del self._outstanding[number]
+            responses += self._sort_answer(number, data)
         return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        responses = []
+        responses, self._aborting = [], True
         try:
             while self._outstanding:
                 assert self.process is not None
@@ -325,6 +370,7 @@ class SGLangEngine(SGLangRequests):
                 responses += self.poll(0.2)
         finally:
             self._outstanding.clear()
+            self._aborting = False
         return responses
 
     def sleep(self, tags: Sequence[str] = TAGS) -> None:

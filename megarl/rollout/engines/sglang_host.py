@@ -114,29 +114,34 @@ class Calls:
         if not success:
             raise RuntimeError(f"{what}: {message}")
 
-    async def begin(self) -> None:
+    async def begin(self, pause: str | None) -> None:
+        """Begin an update. pause: mode of SGLang's pause_generation; None: no request is running"""
+        if pause is not None:
+            await self.manager.pause_generation(self.io.PauseGenerationReqInput(mode=pause))
         if hasattr(self.manager, "begin_weight_update"):
             request = self.io.BeginWeightUpdateReqInput()
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
-    async def load(self, payloads: list[bytes], version: int, last: bool) -> None:
-        """Load a bucket, a payload per rank. The `last` drops the prefix cache and sets `version`."""
+    async def load(self, payloads: list[bytes], version: int, last: bool, flush: bool) -> None:
+        """Load a bucket, a payload per rank. The `last` sets `version`. flush: drop the prefix cache"""
         from megarl.rollout.engines.sglang_inside import load_shards
 
         request = self.io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format=f"{load_shards.__module__}.{load_shards.__name__}",
-            flush_cache=last,
+            flush_cache=flush,
             weight_version=str(version) if last else None,
         )
         self._check(
             "update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None)
         )
 
-    async def end(self) -> None:
+    async def end(self, pause: str | None) -> None:
         if hasattr(self.manager, "end_weight_update"):
             request = self.io.EndWeightUpdateReqInput()
             self._check("end_weight_update", await self.manager.end_weight_update(request, None))
+        if pause is not None:
+            await self.manager.continue_generation(self.io.ContinueGenerationReqInput())
 
     async def sleep(self, tags: list[str]) -> None:
         """Free memory when no request is running; else SGLang would crash."""
@@ -227,7 +232,9 @@ class Host:
             }
             self.generating += 1
             # Older SGLangs do not know the argument.
-            options = {"return_routed_experts": True} if params["routing"] else {}
+            options: dict[str, Any] = {"return_routed_experts": True} if params["routing"] else {}
+            if "cache_salt" in params:
+                options["cache_salt"] = params["cache_salt"]
             self._start(self._generate(number, prompt, sampling, options))
 
     async def _generate(
@@ -243,8 +250,11 @@ class Host:
             )
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-            finish, version = meta["finish_reason"]["type"], meta["weight_version"]
-            result: Any = (answer["output_ids"], logprobs, finish, version, meta.get("routed_experts"))
+            tokens, finish = answer["output_ids"], meta["finish_reason"]["type"]
+            spans = meta.get("weight_versions") or ()  # older SGLangs have none
+            versions = [(span["version"], span["end"]) for span in spans]
+            versions = versions or [(meta["weight_version"], len(tokens))]
+            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"))
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1

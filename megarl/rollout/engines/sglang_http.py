@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 OLDEST = "0.5.23"  # earlier versions have no weight-update sessions
 CONNECTION = 5.0  # seconds
 QUESTION = 30.0  # timeout of calls without generation, seconds; a health check takes up to 20
+# SGLang's modes of pause_generation, by `schedule.in_flight`; None: no request runs during an update.
+PAUSE_MODES = {"none": None, "retract": "retract", "keep": "in_place", "abort": "abort"}
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class ServerInfo(msgspec.Struct):
     tp_size: int = 1
     dp_size: int = 1
     skip_tokenizer_init: bool = False
+    disable_overlap_schedule: bool = False
     disaggregation_mode: str = "null"
     speculative_algorithm: str | None = None
 
@@ -78,6 +81,7 @@ class Span(msgspec.Struct):
     """Consecutive tokens that one weight version sampled."""
 
     version: str
+    end: int = 0
 
 
 class Meta(msgspec.Struct):
@@ -173,6 +177,9 @@ async def identify(
         problem = "uses prefill disaggregation or speculative decoding (start it without them)"
     elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.is_multi_turn):
         problem = "has no tokenizer, which stop texts need (start it without --skip-tokenizer-init)"
+    elif config.schedule.in_flight == "keep" and not server.disable_overlap_schedule:
+        problem = "has the overlap scheduler, which schedule.in_flight keep excludes "
+        problem += "(start it with --disable-overlap-schedule)"
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:

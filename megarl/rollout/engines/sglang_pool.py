@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config
 from megarl.rollout.engines.sglang_http import (
+    PAUSE_MODES,
     QUESTION,
     Done,
     ModelInfo,
@@ -48,10 +49,11 @@ class Server:
 class ServerPool:
     """A client's servers.
 
-    own       servers that this client updates
-    others    servers that other clients update; used if no own one is usable
-    limit     timeout of a slow call, seconds
-    question  timeout of a quick call, seconds
+    own         servers that this client updates
+    others      servers that other clients update; used if no own one is usable
+    limit       timeout of a slow call, seconds
+    question    timeout of a quick call, seconds
+    pause_mode  how an update pauses running requests (PAUSE_MODES)
     """
 
     session: aiohttp.ClientSession  # set by the client's start
@@ -66,6 +68,7 @@ class ServerPool:
         self.router = Server(rollout.router) if rollout.router and own_urls else None
         # Part of version names, as other runs may replace the weights.
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
+        self.pause_mode = PAUSE_MODES[config.schedule.in_flight]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
         self.notes: list[str] = []
@@ -148,7 +151,8 @@ class ServerPool:
             if not is_known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
             # No request may be answered by partly updated weights.
-            await self.ask(server, "/pause_generation", limit, type(None), {"mode": "abort"})
+            mode = self.pause_mode if is_known and self.pause_mode else "abort"
+            await self.ask(server, "/pause_generation", limit, type(None), {"mode": mode})
             try:
                 await self.command(server, "/begin_weight_update", limit, {})
             except Unanswered as problem:
@@ -166,7 +170,9 @@ class ServerPool:
     async def post_weights(self, payload: str, version: int | None) -> None:
         loading_servers = [server for server in self.own if server.loading]
         version_name = None if version is None else self.name_version(version)
-        options = {"flush_cache": version_name is not None, "weight_version": version_name}
+        # A flush needs a server without running requests.
+        is_flushed = version_name is not None and self.pause_mode != "in_place"
+        options = {"flush_cache": is_flushed, "weight_version": version_name}
         body_by_tp = {
             tp: json.dumps({"serialized_named_tensors": [payload] * tp, **options}).encode()
             for tp in {server.tp for server in loading_servers}
@@ -180,7 +186,7 @@ class ServerPool:
 
         await gather(send(server) for server in loading_servers)
 
-    def name_version(self, version: int) -> str:
+    def name_version(self, version: int | str) -> str:
         return f"megarl-{self.run}-{version}"
 
     async def end_update(self, version: int) -> None:
@@ -189,9 +195,16 @@ class ServerPool:
         await gather(self._finish(server) for server in self.own if server.loading)
         # Other clients update these at the same time. The version in each answer shows whether they did.
         for server in (*self.others, *([self.router] if self.router else ())):
-            self.close(server, "it has new weights")
-            self.open(server)
+            self._reopen(server)
         self.choose(direct=True)
+
+    def _reopen(self, server: Server) -> None:
+        """Let a server take requests. With weights in flight its running ones continue."""
+        if server.usable and self.pause_mode is not None:
+            server.loading, server.why = False, ""
+            return
+        self.close(server, "it has new weights")
+        self.open(server)
 
     async def _finish(self, server: Server) -> None:
         try:
@@ -202,5 +215,4 @@ class ServerPool:
         except Unanswered as problem:
             self.leave_out(server, str(problem))
             return
-        self.close(server, "it has new weights")
-        self.open(server)
+        self._reopen(server)

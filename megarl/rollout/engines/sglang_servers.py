@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from megarl.data.response_text import end_tokens
 from megarl.data.sample import TokenData
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest
-from megarl.rollout.engines.sglang import SGLangRequests
+from megarl.rollout.engines.sglang import SGLangRequests, end_at_limit
 from megarl.rollout.engines.sglang_http import (
     Generated,
     Unanswered,
@@ -146,10 +147,12 @@ class SGLangServers(SGLangRequests):
         self._do(self.pool.post_weights(payload, version))
 
     def end_update(self, version: int) -> None:
+        self.weight_version = version  # first, as answers may come at once
         if self.pool.own:
             self._do(self.pool.end_update(version))
-        self._has_weights, self.weight_version = True, version
-        self._send(self._outstanding)
+        self._has_weights = True
+        lost = {number: one for number, one in self._outstanding.items() if number not in self._tasks}
+        self._send(lost)  # by a restart
 
     def _send(self, requests: Mapping[int, tuple[GenerationRequest, SamplingParams]]) -> None:
         async def begin() -> None:
@@ -169,7 +172,10 @@ class SGLangServers(SGLangRequests):
             while not self._aborting:
                 server = self.pool.choose(direct=direct)
                 try:
-                    return await self._answer(server, request, params)
+                    data = end_at_limit(await self._answer(server, request, params), request, params)
+                    if data.finish_reason != "abort" or self._aborting:
+                        return data
+                    request = replace(request, prefix=data)  # an update has aborted it
                 except (Unanswered, EngineFailure) as problem:
                     if server is self.pool.router:  # servers show the cause
                         direct = True
@@ -203,6 +209,8 @@ class SGLangServers(SGLangRequests):
                 "stop_token_ids": list(self.eos_ids),
             },
         }
+        if self.pause_mode == "in_place":  # else prefixes of older weights would match
+            body["cache_salt"] = self.pool.version_name
         assert server.gone is not None
         limit = self.pool.limit + TOKEN * max_new_tokens
         answer_future = asyncio.ensure_future(self.pool.ask(server, "/generate", limit, Generated, body))
@@ -219,12 +227,14 @@ class SGLangServers(SGLangRequests):
         meta = response.meta_info
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
         finish = str(meta.finish_reason.get("type"))
-        if finish == "abort" and not self._aborting:
+        is_updating = self.pause_mode == "abort" and (server.loading or server is self.pool.router)
+        if finish == "abort" and not self._aborting and not is_updating:
             raise Unanswered(f"/generate was aborted there: {meta.finish_reason.get('message')}")
-        versions = {meta.weight_version, *(span.version for span in meta.weight_versions)}
-        answer_version = " and ".join(sorted(versions))
-        answer = response.output_ids, logprobs, finish, answer_version, None
-        return self._token_data(request, answer, name=self.pool.version_name)
+        tokens = response.output_ids
+        versions = [(span.version, span.end) for span in meta.weight_versions]
+        versions = versions or [(meta.weight_version, len(tokens))]
+        answer = tokens, logprobs, finish, versions, None
+        return self._token_data(request, answer, names=self.pool.name_version(""))
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineError if a server refuses a request."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from msgspec import structs
 from torch import Tensor
 
 from megarl.config.errors import EngineError
@@ -70,8 +73,16 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, model: Any, block: Block, max_batch: int, params: SamplingParams, stopping: Stopping
+        self,
+        model: Any,
+        block: Block,
+        max_batch: int,
+        params: SamplingParams,
+        stopping: Stopping,
+        version: int,
     ) -> None:
+        self.version = version  # of the weights
+        self.changes: dict[int, list[tuple[int, int]]] = {}  # by key: (first response tokens, their version)
         self.params, self.stopping, self.max_batch, self.block = params, stopping, max_batch, block
         self.body, self.head, self.device = model.get_decoder(), model.get_output_embeddings(), model.device
         self.requests: dict[int, GenerationRequest] = {}
@@ -103,6 +114,27 @@ class DecodeLoop:
             for i in range(0, len(keys), max_batch)
         ]
         self.waiting = groups[::-1] + self.waiting
+
+    def change_weights(self, version: int, *, recompute: bool) -> None:
+        """Note that later tokens have this version. recompute: their KV cache, by the new weights."""
+        if recompute:
+            prefixes = self.take_partials()
+            waiting, self.waiting = self.waiting, []
+            if prefixes:
+                self.add({key: replace(request, prefix=prefix) for key, (request, prefix) in prefixes.items()})
+            self.waiting = waiting + self.waiting
+        else:
+            for key, count in self.state[[0, 4], : self.used].T.tolist():
+                self.changes.setdefault(key, []).append((count, self.version))
+        self.version = version
+
+    def take_partials(self) -> dict[int, tuple[GenerationRequest, TokenData]]:
+        """Remove unfinished responses that have tokens. Between calls of `run` no other rows are used."""
+        requests = {int(key): self.requests[int(key)] for key in self.key[: self.used]}
+        responses = self._take(torch.arange(self.used, device=self.device))
+        self.live[: self.used], self.position[: self.used] = False, 0
+        self.used = self.longest = 0
+        return {key: (requests[key], structs.replace(data, finish_reason="abort")) for key, data in responses}
 
     def run(self, seconds: float) -> list[tuple[int, TokenData]]:
         """Return finished responses. Raises FloatingPointError at NaN logits."""
@@ -290,9 +322,19 @@ class DecodeLoop:
             data.finish_reason = "stop" if is_stopped else "length"
             if chosen is not None:
                 data.routed_experts = routing_array(chosen[row, :end], end + 1, self.experts)
+            data.policy_versions = self._get_versions(key, data.num_tokens)
             del self.requests[key]
             responses.append((key, data))
         return responses
+
+    def _get_versions(self, key: int, count: int) -> np.ndarray:
+        versions = np.full(count, self.version, np.int32)
+        for end, version in reversed(self.changes.pop(key, [])):
+            versions[:end] = version
+        prefix = self.requests[key].prefix
+        if prefix is not None and prefix.policy_versions is not None:
+            versions[: prefix.num_tokens] = prefix.policy_versions
+        return versions
 
     def _make_room(self, rows: int) -> None:
         """Grow the cache to `rows` rows, and columns geometrically."""

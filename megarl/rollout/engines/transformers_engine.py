@@ -37,13 +37,19 @@ BIAS = EXPERT_BIAS.hf[0][0].partition("{l}")[2]  # suffix of buffers that are we
 
 
 class TransformersEngine(RolloutEngine):
-    """A RolloutEngine in this process. tokenizer: only for stop texts"""
+    """A RolloutEngine in this process. tokenizer: only for stop texts
+
+    keeps_cache: running responses keep their KV cache when weights change"""
+
+    keeps_cache = False
 
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> TransformersEngine:
         dtype, max_batch = DTYPES[config.model.dtype], config.rollout.max_batch
         eos_ids = end_tokens(tokenizer)
-        return cls(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
+        engine = cls(config.model.path, dtype, runtime.device, max_batch, eos_ids, tokenizer)
+        engine.keeps_cache = config.schedule.in_flight == "keep"
+        return engine
 
     def __init__(
         self,
@@ -148,6 +154,9 @@ class TransformersEngine(RolloutEngine):
 
     def end_update(self, version: int) -> None:
         self.parameters()  # may raise EngineError
+        with torch.inference_mode():
+            for loop in self._loops:
+                loop.change_weights(version, recompute=not self.keeps_cache)
         self._has_weights, self.weight_version = True, version
 
     def sleep(self, tags: Sequence[str] = ("weights",)) -> None:
@@ -210,7 +219,11 @@ class TransformersEngine(RolloutEngine):
         return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
-        responses = [(key, TokenData()) for loop in self._loops for key in loop.requests]
+        responses: list[tuple[int, TokenData]] = []
+        with torch.inference_mode():
+            for loop in self._loops:
+                responses += [(key, data) for key, (_, data) in loop.take_partials().items()]
+                responses += [(key, TokenData()) for key in loop.requests]
         self._loops.clear()
         return responses
 
@@ -224,4 +237,5 @@ class TransformersEngine(RolloutEngine):
             self._stopping[params.stop] = Stopping(
                 params.stop, self.model.config.vocab_size, self.eos_ids, self.tokenizer, self.device
             )
-        return DecodeLoop(self.model, self._block, self.max_batch, params, self._stopping[params.stop])
+        stopping = self._stopping[params.stop]
+        return DecodeLoop(self.model, self._block, self.max_batch, params, stopping, self.weight_version)
