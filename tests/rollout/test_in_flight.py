@@ -1,0 +1,253 @@
+"""Weights that change while responses run (`schedule.in_flight`): engines, and the controller's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.data.prompts import Prompt
+from megarl.data.sample import Sample, SampleGroup, TokenData
+from megarl.rollout import messages as m
+from megarl.rollout.controller import StepGroups
+from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.in_flight import InFlightController
+from megarl.rollout.sampling import SamplingParams
+from tests.rollout.conftest import TINIEST
+from tests.tiny_models import make_tiny_model
+
+PARAMS = SamplingParams(24)
+SCALES = (1.0, 1.4, 0.7, 1.2)  # of the folder's weights, by version
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen3", **TINIEST)
+
+
+def set_weights(engine: TransformersEngine, version: int) -> None:
+    tensors = load_file(engine.folder / "model.safetensors")
+    engine.begin_update()
+    for name, parameter in engine.parameters().items():
+        parameter.copy_(tensors[name] * SCALES[version])
+    engine.end_update(version)
+
+
+def generate(folder: Path, updates: dict[int, int], *, keeps_cache: bool = False) -> dict[int, TokenData]:
+    """Generate six responses. updates: decoding steps before a version -> that version"""
+    engine = TransformersEngine(folder, max_batch=4)  # two responses wait for rows
+    engine.keeps_cache = keeps_cache
+    engine.start()
+    set_weights(engine, 0)
+    engine.submit({i: GenerationRequest((3 + i, 9, 4), i) for i in range(6)}, PARAMS)
+    responses: dict[int, TokenData] = {}
+    steps = 0
+    while engine.running:
+        if steps in updates:
+            set_weights(engine, updates[steps])
+        responses |= dict(engine.poll(0.0))  # one decoding step
+        steps += 1
+    return responses
+
+
+def compute_logprobs(folder: Path, context: list[int], tokens: list[int], version: int) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(SCALES[version])
+        logits = model(torch.tensor([[*context, *tokens]])).logits[0, len(context) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_each_token_has_its_version_and_its_logprob(folder: Path) -> None:
+    """After `retract` a token's log-prob is that of a forward pass of its version over all earlier tokens."""
+    responses = generate(folder, {5: 1, 12: 2})
+    seen = set()
+    for i, response in responses.items():
+        assert response.num_tokens == 24
+        versions = response.policy_versions
+        assert versions is not None and versions.tolist() == sorted(versions)
+        seen.add(tuple(sorted(set(versions.tolist()))))
+        for version in set(versions.tolist()):
+            expected = compute_logprobs(folder, [3 + i, 9, 4], response.tokens.tolist(), version).numpy()
+            mask = versions == version
+            assert np.allclose(response.logprobs[mask], expected[mask], atol=1e-5), (i, version)
+    assert (0, 1, 2) in seen, "some response has tokens of all versions"
+
+
+def test_keep_reads_the_old_cache(folder: Path) -> None:
+    """The first tokens are those of `retract`. Later ones depend on keys and values of older weights."""
+    kept, retracted = generate(folder, {5: 1}, keeps_cache=True), generate(folder, {5: 1})
+    differs = False
+    for i in range(4):
+        assert np.array_equal(kept[i].policy_versions, retracted[i].policy_versions)
+        old = kept[i].policy_versions == 0
+        assert 0 < old.sum() < 24 and np.array_equal(kept[i].tokens[old], retracted[i].tokens[old])
+        differs |= not np.allclose(kept[i].logprobs, retracted[i].logprobs)
+    assert differs
+
+
+@given(st.dictionaries(st.integers(1, 30), st.integers(1, 3), max_size=3), st.booleans())
+@settings(max_examples=3, deadline=None)
+def test_updates_at_fixed_token_counts_give_the_same_twice(
+    folder: Path, updates: dict[int, int], keeps_cache: bool
+) -> None:
+    updates = dict(zip(sorted(updates), sorted(updates.values()), strict=True))  # versions only grow
+    first, second = (generate(folder, updates, keeps_cache=keeps_cache) for _ in range(2))
+    assert first == second
+
+
+def test_an_abort_returns_what_there_is(folder: Path) -> None:
+    """A continued response is the uninterrupted one."""
+    engine = TransformersEngine(folder, max_batch=4)
+    engine.start()
+    set_weights(engine, 0)
+    requests = [GenerationRequest((3 + i, 9, 4), i) for i in range(6)]
+    whole = engine.generate(requests, PARAMS)
+    engine.submit(dict(enumerate(requests)), PARAMS)
+    for _ in range(7):
+        engine.poll(0.0)
+    partial = dict(engine.abort())
+    assert engine.running == 0 and len(partial) == 6
+    assert {data.finish_reason for data in partial.values()} == {"abort"}
+    assert sum(data.num_tokens > 0 for data in partial.values()) == 4
+    continued = [
+        GenerationRequest(request.prompt_tokens, i, partial[i] if partial[i].num_tokens else None)
+        for i, request in enumerate(requests)
+    ]
+    assert [data.tokens.tolist() for data in engine.generate(continued, PARAMS)] == [
+        data.tokens.tolist() for data in whole
+    ]
+
+
+class Hub:
+    """Messages of one engine that finishes responses in the order that a test chooses."""
+
+    def __init__(self, choose: Any, events: list[Any]) -> None:
+        self.choose, self.events = choose, events
+        self.running: dict[int, int] = {}  # sample id -> version of its first token
+        self.version = 0
+        self.stored: list[m.StoreRollout] = []
+        self.sent_orders: list[m.Order] = []
+        self.last_heard = {0: 0.0}
+
+    def reset_silence(self) -> None: ...
+    def find_silent_rank(self, limit: float) -> None: ...
+    async def keep_alive(self) -> None: ...
+
+    async def send_all(self, message: m.Message) -> None:
+        if isinstance(message, m.TransferWeights):
+            self.version = message.version
+
+    async def send(self, number: int, message: m.Message) -> None:
+        if isinstance(message, m.StartSamples):
+            self.running |= dict.fromkeys((sample[0] for sample in message.samples), self.version)
+        elif isinstance(message, m.AbortSamples):
+            self.running.clear()
+            self.events.append(m.SamplesAborted([]))
+
+    async def receive(self, seconds: float) -> list[tuple[int, m.Message]]:
+        """Finish some responses, or train on the next batch."""
+        if self.events:
+            event = self.events.pop(0)
+            return [(m.TRAINER if isinstance(event, m.Order) else 0, event)]
+        finished = self.choose(sorted(self.running))
+        versions = [(i, self.running.pop(i)) for i in finished]
+        samples = [
+            Sample(0, 5, "stop", correct=i % 2 == 0, reward=float(i % 2), oldest_version=version, id=i)
+            for i, version in versions
+        ]
+        return [(0, m.SamplesFinished(self.version, samples, 0.0))]
+
+
+def collect(
+    choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool
+) -> list[tuple[int, StepGroups]]:
+    """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there."""
+    import asyncio
+
+    from megarl.config.schema import Config
+
+    config = Config(
+        recipe="dapo",
+        run_dir=Path("runs/x"),
+        steps=steps,
+        model={"path": "x"},  # type: ignore[arg-type]
+        rollout={"prompts": 3, "group_size": 2, "dynamic_sampling": {"enabled": dynamic}},  # type: ignore[arg-type]
+        parallel={"rollout_ranks": 1},  # type: ignore[arg-type]
+        schedule={"in_flight": "retract", "max_staleness": staleness},  # type: ignore[arg-type]
+    )
+    numbers: Iterator[int] = iter(range(10**6))
+    hub = Hub(choose, [])
+    controller = InFlightController(
+        config, hub, 1, lambda n: [Prompt(next(numbers), "", (1,), "") for _ in range(n)]  # type: ignore[arg-type]
+    )
+    lead = config.schedule.lead
+    stored: list[tuple[int, StepGroups]] = []
+    hub.events += [m.CollectRollout("train", n, 0) for n in range(2, 2 + lead)]
+
+    async def store(order: m.CollectRollout, result: StepGroups) -> None:
+        stored.append((order.number, result))
+        if len(stored) == steps:
+            hub.events.append(m.Shutdown())
+            return
+        trained = len(stored)
+        after = delays[trained % len(delays)]
+        hub.events += [*[m.KeepAlive()] * after, m.TransferWeights(trained)]
+        if trained + 1 + lead <= steps:
+            hub.events.append(m.CollectRollout("train", trained + 1 + lead, 0))
+
+    asyncio.run(asyncio.wait_for(controller.serve(m.CollectRollout("train", 1, 0), store), 60))
+    assert isinstance(controller.orders[0], m.Shutdown)
+    return stored
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_no_batch_has_tokens_that_are_too_old(
+    staleness: int, delays: list[int], dynamic: bool, data: st.DataObject
+) -> None:
+    """In any order of finished responses each step gets its groups once, and none is too old."""
+
+    def choose(running: list[int]) -> list[int]:
+        if not running:
+            return []
+        return data.draw(st.lists(st.sampled_from(running), min_size=1, max_size=4, unique=True))
+
+    stored = collect(choose, 8, staleness, delays, dynamic=dynamic)
+    assert [number for number, _ in stored] == list(range(1, 9))
+    uids: list[int] = []
+    for number, (groups, stats, _) in stored:
+        assert len(groups) == 3 and all(len(group.samples) == 2 for group in groups)
+        assert all(number - 1 - group.oldest_version <= staleness for group in groups)
+        uids += [group.prompt.uid for group in groups]
+        assert stats["rollout/dropped"] >= 0
+    assert len(uids) == len(set(uids)), "no group is trained on twice"
+
+
+def test_a_group_that_is_too_old_is_sampled_again() -> None:
+    """The first response never finishes before the others are eight steps further."""
+    calls = iter(range(10**6))
+
+    def choose(running: list[int]) -> list[int]:
+        return running[1:3] if next(calls) < 40 and len(running) > 2 else running[:2]
+
+    stored = collect(choose, 12, 1, [0], dynamic=False)
+    dropped = [stats["rollout/dropped"] for _, (_, stats, _) in stored]
+    assert sum(dropped) > 0
+    trained = {group.prompt.uid for _, (groups, _, _) in stored for group in groups}
+    assert 0 in trained, "the prompt of the dropped group comes again"
+
+
+def test_the_oldest_version_of_a_group() -> None:
+    samples = [Sample(0, 1, "stop", oldest_version=version) for version in (3, None, 2)]
+    assert SampleGroup(Prompt(0, "", (1,), ""), samples, 4).oldest_version == 2
