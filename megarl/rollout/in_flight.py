@@ -6,11 +6,17 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
-from megarl.config.schema import TRAIN
+from megarl.config.schema import TRAIN, Config
 from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.controller import Controller, GroupRequest, StepGroups, make_sampling_params
+from megarl.rollout.controller import (
+    Controller,
+    GroupRequest,
+    StepGroups,
+    TakePrompts,
+    make_sampling_params,
+)
 
 Store = Callable[[m.CollectRollout, StepGroups], Awaitable[None]]
 
@@ -24,9 +30,12 @@ class InFlightController(Controller):
     steps    ordered steps without a batch
     done     last step whose batch the trainers no longer need"""
 
-    steps: list[m.CollectRollout]
-    done = 0
-    _accepted = _offered = 0  # groups, since the start
+    def __init__(self, config: Config, hub: m.Hub, ranks: int, take_prompts: TakePrompts) -> None:
+        super().__init__(config, hub, ranks, take_prompts)
+        self.steps: list[m.CollectRollout] = []
+        self.done = 0
+        self._accepted = self._offered = 0  # groups, since the start
+        self._dropped, self._forgotten = 0, list[int]()
 
     async def serve(self, first: m.CollectRollout, store: Store) -> None:
         """Follow orders until one asks for something else, which then comes first in `orders`.
@@ -34,7 +43,7 @@ class InFlightController(Controller):
         store: called with each full batch"""
         rollout = self.config.rollout
         self.start_rollout(make_sampling_params(rollout, first.number))
-        self.steps, self._dropped, self._forgotten = [first], 0, list[int]()
+        self.steps, self._forgotten = [first], []
         self._stored_time, self._stored_busy = time.monotonic(), 0.0
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         self.surplus = []

@@ -219,7 +219,9 @@ def mismatch(
 
     version: of the weights whose tokens count; None: all tokens"""
     engine, on_policy_mask = batch["engine_logprobs"], batch.sampled_mask
-    if "prefix_tokens" not in batch and version is not None:  # tokens of each response that earlier steps sampled
+    if (
+        "prefix_tokens" not in batch and version is not None
+    ):  # tokens of each response that earlier steps sampled
         on_policy_mask = on_policy_mask & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, on_policy_mask)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))

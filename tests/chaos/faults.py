@@ -132,6 +132,12 @@ AHEAD = (
 )
 
 
+IN_FLIGHT = (
+    *((0, phase) for phase in ("rollout", *FORWARD_AND_UPDATE, "weight_transfer", "evaluation")),
+    *((rank, phase) for rank in (1, 2) for phase in ("rollout", "weight_transfer", "evaluation")),
+)
+
+
 def tell(number: signal.Signals) -> Callable[[Job], None]:
     """Send a signal to the launcher in the middle of a step."""
 
@@ -592,6 +598,29 @@ FAULTS = (
             ("kill -9 while a checkpoint is written", kill_while_writing, KILLED, 2, ""),
             ("SIGTERM", tell(signal.SIGTERM), 75, 0, "SIGTERM: the ranks have"),
             ("kill -9 of the launcher", kill_launcher_ahead, -signal.SIGKILL, ahead, ""),
+        )
+    ),
+    # The engines' weights change while responses run.
+    *(
+        Fault(
+            f"in flight, kill -9 of the {('trainer', 'controller', 'engine')[rank]}: {phase}",
+            kill_in(phase, rank=rank),
+            (KILLED,),
+            SOON,
+            in_flight="retract",
+        )
+        for rank, phase in IN_FLIGHT
+    ),
+    *(
+        Fault(
+            f"in flight, {what}", inject, (code,), SOON, lost=lost, said=said, in_flight=mode, acting=acting
+        )
+        for what, inject, code, lost, said, mode, acting in (
+            ("SIGTERM", tell(signal.SIGTERM), 75, 0, "SIGTERM: the ranks have", "retract", ""),
+            ("kill -9 while a checkpoint is written", kill_while_writing, KILLED, 2, "", "retract", ""),
+            ("kill -9 of the launcher", kill_launcher_ahead, -signal.SIGKILL, 1, "", "retract", ""),
+            ("kept cache, kill -9 of an engine", kill_in("rollout", rank=2), KILLED, 1, "", "keep", ""),
+            ("kill -9 of an engine: in a tool's call", kill_in_a_call(2), KILLED, 1, "", "retract", "tool"),
         )
     ),
 )

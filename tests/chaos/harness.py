@@ -26,6 +26,7 @@ from megarl.config import dump_config, load_config
 from megarl.config.schema import Config
 from megarl.schedule.watchdog import read_beat
 from tests.commands import Command, run_command, start_python
+from tests.in_flight import find_problems
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,19 @@ SECRET = "d41c0ffee-tracking-key"  # in every run's environment; must be in none
 def ahead_by(steps: int) -> dict[str, Any]:
     """Return the keys of a run whose second rank generates, `steps` ahead of the first rank's training."""
     return {"parallel": {"tp": 1, "rollout_ranks": 1}, "schedule": {"ahead": steps}}
+
+
+def in_flight_keys(mode: str) -> dict[str, Any]:
+    """Return the keys of a run with one trainer and two engines, whose weights change in flight."""
+    return {
+        "parallel": {"tp": 1, "rollout_ranks": 2},
+        "schedule": {"in_flight": mode, "max_staleness": 3},
+        "model": {"dtype": "fp32"},
+        "rollout": {"continue_partial": True},
+        "evaluation": {"every": 2, "samples": 1},
+        "checkpoint": {"every": 1, "keep": 0, "rollouts": True},
+        "algorithm": {"mismatch": {"weight": "token"}},
+    }
 
 
 # Keys of multi-turn runs, by what the policy interacts with.
@@ -256,6 +270,7 @@ class Fault:
     once      patterns, each of which must match exactly one line of the output
     without   files that lack lines at the end
     ahead     steps of `ahead_by`; None: both ranks do both
+    in_flight  mode of `in_flight_keys`; such a run's end depends on time (tests/in_flight.py)
     acting    what the policy interacts with, a key of ACTING
     ungraded  some responses are left out because of the fault, so the end differs
     mounts    the fault needs the right to mount"""
@@ -270,6 +285,7 @@ class Fault:
     once: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     ahead: int | None = None
+    in_flight: str = ""
     acting: str = ""
     ungraded: bool = False
     mounts: bool = False
@@ -278,9 +294,12 @@ class Fault:
     def of_the_run(self) -> dict[str, Any]:
         """Return the keys that the undisturbed run has too."""
         keys: dict[str, Any] = {} if self.ahead is None else ahead_by(self.ahead)
+        if self.in_flight:
+            keys = in_flight_keys(self.in_flight)
         if self.acting:
             # A call's duration decides which responses share a batch, which may change a response in bf16.
-            keys |= {"rollout": {**ACTING[self.acting], **TURNS}, "model": {"dtype": "fp32"}}
+            rollout = {**keys.get("rollout", {}), **ACTING[self.acting], **TURNS}
+            keys |= {"rollout": rollout, "model": {"dtype": "fp32"}}
         return keys
 
 
@@ -344,7 +363,10 @@ def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
         remarks.append(f"a key from the environment was written: {told or job.log.name}")
     if (folder / name).stat().st_mode & 0o077:
         remarks.append("the run's folder is open to others")
-    if fault.ungraded:
+    if fault.in_flight:
+        remarks += find_problems(folder / name)[:3]
+        equal = not remarks
+    elif fault.ungraded:
         equal = not remarks and same_until_ungraded(folder / name, undisturbed)
     else:
         equal = not remarks and same_end(folder / name, undisturbed, fault.without)
@@ -413,7 +435,9 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def undisturbed_run(folder: Path, fault: Fault) -> Path:
-    """Return an undisturbed run of the fault's kind, made once."""
+    """Return an undisturbed run of the fault's kind, made once. None is compared with weights in flight."""
+    if fault.in_flight:
+        return folder
     kind = [fault.acting] * bool(fault.acting) + [f"ahead-{fault.ahead}"] * (fault.ahead is not None)
     name = "-".join(["undisturbed", *kind])
     if (folder / name / "hf").exists():

@@ -189,7 +189,10 @@ def collect(
     numbers: Iterator[int] = iter(range(10**6))
     hub = Hub(choose, [])
     controller = InFlightController(
-        config, hub, 1, lambda n: [Prompt(next(numbers), "", (1,), "") for _ in range(n)]  # type: ignore[arg-type]
+        config,
+        hub,
+        1,
+        lambda n: [Prompt(next(numbers), "", (1,), "") for _ in range(n)],  # type: ignore[arg-type]
     )
     lead = config.schedule.lead
     stored: list[tuple[int, StepGroups]] = []

@@ -111,7 +111,6 @@ class SGLangRequests(RolloutEngine):
         columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
         return TokenData(*columns, finish, versions, experts)
 
-
     def _read_versions(
         self, named_versions: Sequence[tuple[str, int]], count: int, names: str
     ) -> tuple[list[int], str]:

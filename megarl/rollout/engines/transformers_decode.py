@@ -121,7 +121,9 @@ class DecodeLoop:
             prefixes = self.take_partials()
             waiting, self.waiting = self.waiting, []
             if prefixes:
-                self.add({key: replace(request, prefix=prefix) for key, (request, prefix) in prefixes.items()})
+                self.add(
+                    {key: replace(request, prefix=prefix) for key, (request, prefix) in prefixes.items()}
+                )
             self.waiting = waiting + self.waiting
         else:
             for key, count in self.state[[0, 4], : self.used].T.tolist():

@@ -1,0 +1,88 @@
+"""What must hold at the end of a run with weights in flight, however it was interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.config import load_config
+from megarl.config.schema import Config
+from megarl.weights.megatron import megatron_to_hf
+
+TOLERANCE = 2e-4  # of log-probs in float32
+
+
+def find_problems(run_dir: Path) -> list[str]:
+    """Return what is wrong with a finished run in float32 with `checkpoint.rollouts` and all checkpoints.
+
+    Each step is recorded once, and trained on a full batch. Each token has the log-prob of a forward pass of its
+    version, which is at most `max_staleness` older than the weights that the update started from. The log-probs
+    are those of `in_flight: retract`: all earlier tokens are read by the same version."""
+    config = load_config(run_dir / "config.yaml")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if record["stage"] == "train"]
+    problems = [] if steps == list(range(1, config.steps + 1)) else [f"recorded steps: {steps}"]
+    exact = config.schedule.in_flight != "keep"
+    for step in range(1, config.steps + 1):
+        count = 0
+        for path in sorted((run_dir / "rollouts" / f"step-{step:06d}").glob("*.safetensors")):
+            batch = load_file(path)
+            ends = batch["cu_seqlens"].tolist()
+            count += len(ends) - 1
+            for begin, end in pairwise(ends):
+                sequence = {
+                    name: batch[key][begin:end]
+                    for name, key in (
+                        ("tokens", "tokens"),
+                        ("mask", "response_mask"),
+                        ("versions", "column.token_versions"),
+                        ("logprobs", "column.engine_logprobs"),
+                    )
+                }
+                what = f"step {step}, tokens {begin} to {end} of {path.name}"
+                problems += [f"{what}: {problem}" for problem in _check(config, sequence, step, exact=exact)]
+        if count != config.responses:
+            problems.append(f"step {step} has {count} responses")
+    return problems
+
+
+def _check(config: Config, sequence: dict[str, torch.Tensor], step: int, *, exact: bool) -> Sequence[str]:
+    run_dir, mask = config.run_dir, sequence["mask"].bool()
+    versions = sequence["versions"][mask]
+    if not len(versions):
+        return []
+    if versions.tolist() != sorted(versions.tolist()):
+        return [f"versions {versions.tolist()}"]
+    if versions.max() > step - 1 or step - 1 - versions.min() > config.schedule.max_staleness:
+        return [f"versions {sorted(set(versions.tolist()))}"]
+    problems = []
+    for version in sorted(set(versions.tolist())) if exact else ():
+        model = _load_version(run_dir, version)
+        with torch.no_grad():
+            logits = model(sequence["tokens"][None].long()).logits[0, :-1] / config.rollout.temperature
+        expected = logits.log_softmax(-1).gather(-1, sequence["tokens"][1:, None].long())[:, 0]
+        chosen = (mask & (sequence["versions"] == version))[1:]
+        difference = float((expected - sequence["logprobs"][1:])[chosen].abs().max())
+        if difference > TOLERANCE:
+            problems.append(f"log-probs of version {version} differ by {difference:.1e}")
+    return problems
+
+
+@cache
+def _load_version(run_dir: Path, version: int) -> torch.nn.Module:
+    config = load_config(run_dir / "config.yaml")
+    folder = config.model.path
+    if version:
+        folder = run_dir / f"version-{version}"
+        if not folder.exists():
+            actor = run_dir / "checkpoints" / f"step-{version:06d}" / "actor"
+            megatron_to_hf(actor, folder, source=config.model.path)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
