@@ -1,8 +1,8 @@
 """Compare the simulator's step time and idle share (megarl/plan/simulate.py) with real runs.
 
-The settings are two colocated ranks that alternate generation and training, and one rank for each side:
-asynchronous by one step or two, or with weights in flight (`schedule.in_flight: retract`). The model is
-untrained and ends responses at random: mean length about 30 tokens, at most 200.
+The settings are two colocated ranks that alternate generation and training, and one rank for each side. Those
+two are asynchronous by one step or two, or have weights in flight (`schedule.in_flight: retract`). The model
+is untrained and ends responses at random: mean length about 30 tokens, at most 200.
 
 Costs are fitted to two sets of runs:
 
