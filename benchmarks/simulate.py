@@ -1,8 +1,8 @@
 """Compare the simulator's step time and idle share (megarl/plan/simulate.py) with real runs.
 
-The settings are two colocated ranks that alternate generation and training, and one rank for each side,
-asynchronous by one step. The model is untrained and ends responses at random: mean length about 30 tokens,
-at most 200.
+The settings are two colocated ranks that alternate generation and training, and one rank for each side. Those
+two are asynchronous by one step or two, or have weights in flight (`schedule.in_flight: retract`). The model
+is untrained and ends responses at random: mean length about 30 tokens, at most 200.
 
 Costs are fitted to two sets of runs:
 
@@ -15,7 +15,7 @@ steps, because of other work on the machine. If the load differs between runs, t
 most reliable figure.
 
     make bench BENCH=simulate
-    python benchmarks/simulate.py --steps 30 --ahead 1 2
+    python benchmarks/simulate.py --steps 30 --ahead 1 2 --in-flight
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from step import megarl
 from megarl.data.batch import read_batch
 from megarl.observe.runs import read_jsonl
 from megarl.observe.timeline import is_phase, timeline_ranks
-from megarl.plan.simulate import Costs, RolloutWork, Split, recorded, simulate
+from megarl.plan.in_flight import simulate_split
+from megarl.plan.simulate import Costs, RolloutWork, Split, recorded
 from megarl.plan.times import Lengths
 
 FOLDER = BENCH / "simulate"
@@ -45,6 +46,7 @@ WARMUP = 3
 ALONE = ("alone_1", "alone_2")
 PHASES = ("distribute", "old_logprobs", "group_advantages", "actor_update")
 SEEDS = 8  # simulations, of some steps each
+STALENESS = 4  # bound with weights in flight
 BOUND, POINTS = 0.15, 5  # relative error; percentage points of the idle share
 
 
@@ -177,14 +179,16 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
             at_once=PROMPTS * GROUP,
             train=lambda tokens: {n: float(a + b * tokens / trainers) for n, (a, b) in own.items()},
             transfer=statistics.median(transfers),
+            # A forward pass over known tokens, like the trainer's old log-probs.
+            prefill_token=float(fits[1, "old_logprobs"][1]),
         )
 
     return costs
 
 
-def predict(costs: Costs, work: RolloutWork, trainers: int, engines: int, ahead: int) -> tuple[float, float]:
+def predict(costs: Costs, work: RolloutWork, split: Split) -> tuple[float, float]:
     """Return step time and idle share, medians over SEEDS simulations."""
-    courses = [simulate(work, costs, Split(engines, trainers, ahead), seed=seed) for seed in range(SEEDS)]
+    courses = [simulate_split(work, costs, split, seed=seed) for seed in range(SEEDS)]
     return statistics.median(c.step for c in courses), statistics.median(c.idle for c in courses)
 
 
@@ -196,10 +200,19 @@ def main() -> int:
         "--steps", type=int, default=24, help="counted steps of a setting (default %(default)s)"
     )
     parser.add_argument("--ahead", type=int, nargs="*", default=[1], help="default: 1")
+    parser.add_argument("--in-flight", action="store_true", help="also with weights in flight")
     parser.add_argument("--keep", action="store_true", help="take the runs that are there")
     given = parser.parse_args()
     print(machine())
-    names = [f"ahead_{ahead}" for ahead in given.ahead]
+    # run, title, overrides, split
+    asynchronous = [
+        (f"ahead_{ahead}", f"ahead {ahead}", [f"schedule.ahead={ahead}"], Split(1, 1, ahead))
+        for ahead in given.ahead
+    ]
+    if given.in_flight:
+        keys = ["schedule.in_flight=retract", f"schedule.max_staleness={STALENESS}"]
+        split = Split(1, 1, max_staleness=STALENESS)
+        asynchronous.append(("in_flight", f"in flight, staleness <= {STALENESS}", keys, split))
     if not given.keep:
         shutil.rmtree(FOLDER, ignore_errors=True)
         from megarl_tasks.arithmetic import write_demo
@@ -210,9 +223,8 @@ def main() -> int:
             alone = [pool.submit(train, name, given.steps // 2, "parallel.dp=1") for name in ALONE]
             for run in alone:
                 run.result()
-        for name, ahead in zip(names, given.ahead, strict=True):
-            apart = ("parallel.dp=1", "parallel.rollout_ranks=1", f"schedule.ahead={ahead}")
-            train(name, given.steps, *apart)
+        for name, _, keys, _ in asynchronous:
+            train(name, given.steps, "parallel.dp=1", "parallel.rollout_ranks=1", *keys)
         train("after", given.steps // 2, "parallel.dp=2")
     before, after = (Measured(FOLDER / name) for name in ("before", "after"))
     by_themselves = [(run, step) for run in map(Measured, map(FOLDER.joinpath, ALONE)) for step in run.steps]
@@ -223,12 +235,12 @@ def main() -> int:
     print(f"\nlengths of {where}: mean {fitted.mean:.1f}, prompts {fitted.prompt:.1f} tokens")
     work = RolloutWork(PROMPTS, GROUP, fitted.prompt, draw, streams=False)
     verdicts, figures = Verdicts(), []
-    settings = [("2 ranks in turn", in_turn[1::2], 0, 2, 0)]
-    for name, ahead in zip(names, given.ahead, strict=True):
-        run = Measured(FOLDER / name)
-        settings.append((f"1 + 1 ranks, ahead {ahead}", [(run, step) for step in run.steps], 1, 1, ahead))
-    for name, steps, trainers, engines, ahead in settings:
-        seconds, idle = predict(costs(trainers or engines), work, trainers, engines, ahead)
+    settings = [("2 ranks in turn", in_turn[1::2], Split(2))]
+    for folder, title, _, split in asynchronous:
+        run = Measured(FOLDER / folder)
+        settings.append((f"1 + 1 ranks, {title}", [(run, step) for step in run.steps], split))
+    for name, steps, split in settings:
+        seconds, idle = predict(costs(split.trainers or split.engines), work, split)
         measured = statistics.median(run.begins[step + 1] - run.begins[step] for run, step in steps)
         waited = statistics.median(run.idle(step) for run, step in steps)
         figures.append((name, measured, seconds))

@@ -245,6 +245,9 @@ BalanceOption = Annotated[
     Literal["equal", "queue", "longest"] | None,
     Option(help="with --simulate: how requests are divided among engines; default: queue"),
 ]
+ScaleOption = Annotated[
+    bool, Option("--scale", help="with --simulate: the best split for 8 to 1,024 GPUs, one line each")
+]
 
 
 def plan(
@@ -263,6 +266,7 @@ def plan(
     lengths: RecordedLengths = None,
     kept: KeptShare = None,
     balance: BalanceOption = None,
+    scale: ScaleOption = False,
 ) -> int:
     """Print memory of GPUs, nodes and disk, time of a step, layouts that fit.
 
@@ -286,7 +290,8 @@ def plan(
         if value is not None and not 0 < value <= (maximum or value):
             upper_bound = f" and at most {maximum:g}" if maximum else ""
             raise ConfigError(f"{option}: must be above 0{upper_bound} (got {value:g})")
-    for option, setting in (("--lengths", lengths), ("--kept", kept), ("--balance", balance)):
+    settings = (("--lengths", lengths), ("--kept", kept), ("--balance", balance), ("--scale", scale or None))
+    for option, setting in settings:
         if setting is not None and not simulate:
             raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
@@ -304,7 +309,7 @@ def plan(
     if length_deviation is not None:
         assumed_lengths = replace_deviation(assumed_lengths, length_deviation)
     if simulate:
-        _print_simulated(inputs, assumed_lengths, lengths, kept, balance or "queue")
+        _print_simulated(inputs, assumed_lengths, lengths, kept, balance or "queue", scale=scale)
         return 0
     return _print_plan(inputs, assumed_lengths, model_name, path, everything=everything, best=best)
 
@@ -364,13 +369,28 @@ def _print_on_cpu(made: PlanInputs, where: str, path: Path) -> int:
 
 
 def _print_simulated(
-    made: PlanInputs, lengths: Lengths, run: Path | None, kept: float | None, balance: Balance
+    made: PlanInputs,
+    lengths: Lengths,
+    run: Path | None,
+    kept: float | None,
+    balance: Balance,
+    *,
+    scale: bool,
 ) -> None:
-    from megarl.plan.simulate import compare_splits, make_rollout_work, recorded
-    from megarl.plan.text import simulated
+    from megarl.plan.simulate import make_rollout_work, recorded
+    from megarl.plan.splits import compare_scales, compare_splits
+    from megarl.plan.text import scaled, simulated
 
     source, sample_lengths = "log-normal", None
     if run is not None:
         lengths, sample_lengths, source = recorded(run, lengths)
     work = make_rollout_work(made.config, lengths, balance, kept, sample_lengths)
+    if scale:
+        if work.window:
+            raise ConfigError(
+                "--scale: weights in flight are not simulated with rollout.window (set it to null)"
+            )
+        for line in scaled(compare_scales(made, work, lengths), work, lengths, source):
+            print(line, flush=True)
+        return
     print("\n".join(simulated(compare_splits(made, work, lengths), work, lengths, source)))

@@ -9,6 +9,9 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import FP32
 from megarl.plan.tensors import count_trained
 
+# Bytes of a sampled token, in memory and on disk.
+SAMPLED = 4 + 4 + 8 + 1 + 4
+
 
 def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
     """Return the bytes of weights and optimizer state, without padding.
@@ -45,6 +48,29 @@ def count_checkpoints(plan: PlanInputs) -> tuple[int, int]:
     return kept_count, min(pretraining_count, newest_count - min(run_count, newest_count))
 
 
+def routed_bytes(plan: PlanInputs) -> int:
+    sizes = plan.actor.sizes
+    if not (plan.config.rollout.routing_replay and sizes.experts):
+        return 0
+    return sizes.layers * int(plan.actor.config["num_experts_per_tok"]) * (1 if sizes.experts < 256 else 2)
+
+
+def stored_batch_bytes(plan: PlanInputs) -> float:
+    """Return the most bytes of a batch, as samples and packed."""
+    return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
+
+
+def count_stored_batches(plan: PlanInputs) -> int:
+    """Count the batches in run_dir/rollouts between engines' and trainers' ranks."""
+    schedule = plan.config.schedule
+    if not plan.config.parallel.rollout_ranks:
+        return 0
+    return 1 + (schedule.max_staleness if plan.in_flight else schedule.ahead)
+
+
 def disk_bytes(plan: PlanInputs) -> float:
+    """Return the most bytes on disk. Rollouts kept by checkpoint.rollouts are not counted."""
     run_count, pretraining_count = count_checkpoints(plan)
-    return run_count * checkpoint_bytes(plan) + pretraining_count * checkpoint_bytes(plan, pretraining=True)
+    checkpoints = run_count * checkpoint_bytes(plan)
+    checkpoints += pretraining_count * checkpoint_bytes(plan, pretraining=True)
+    return checkpoints + count_stored_batches(plan) * stored_batch_bytes(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.phases import ROLLOUT, select_phases
-from megarl.plan.disk import checkpoint_bytes
+from megarl.plan.disk import checkpoint_bytes, routed_bytes, stored_batch_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import phase_buffers
 from megarl.plan.sizes import FP32, GIB
@@ -16,8 +16,6 @@ VERIFIER = 0.3 * GIB
 LAUNCHER, FORKED = 0.5 * GIB, 0.15 * GIB
 # Bytes of a response's metadata on every rank (docs/scale.md).
 KNOWN = 80
-# Bytes of a token on its sampling rank.
-SAMPLED = 4 + 4 + 8 + 1 + 4
 
 
 def node_bytes(plan: PlanInputs) -> dict[str, float]:
@@ -69,16 +67,12 @@ def gathered_optimizer_bytes(plan: PlanInputs) -> float:
     return params * FP32 * (3 + 2 + 3 / (layout.dp * layout.cp))
 
 
-def routed_bytes(plan: PlanInputs) -> int:
-    sizes = plan.actor.sizes
-    if not (plan.config.rollout.routing_replay and sizes.experts):
-        return 0
-    return sizes.layers * int(plan.actor.config["num_experts_per_tok"]) * (1 if sizes.experts < 256 else 2)
-
-
 def sampled_bytes(plan: PlanInputs) -> float:
-    """Return all ranks' bytes of undelivered responses, as samples and packed."""
-    return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
+    """Return all ranks' bytes of undelivered responses, as samples and packed.
+
+    With weights in flight, all batches before the staleness bound may run."""
+    batches = 1 + plan.config.schedule.max_staleness if plan.in_flight else 1
+    return batches * stored_batch_bytes(plan)
 
 
 def step_batch_bytes(plan: PlanInputs) -> float:
@@ -95,7 +89,7 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     # Top-k tokens and log-probs, twice more while packed; experts, once more.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
     bytes_per_token += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
-    rank_bytes = tokens / plan.layout.dp * bytes_per_token + sampled_bytes(plan) / plan.layout.world
+    rank_bytes = tokens / plan.layout.dp * bytes_per_token + stored_batch_bytes(plan) / plan.layout.world
     return rank_bytes + config.responses * KNOWN
 
 

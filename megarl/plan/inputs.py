@@ -152,6 +152,11 @@ class PlanInputs:
         return any(default if value is None else value for value in settings)
 
     @property
+    def in_flight(self) -> bool:
+        """Return whether weights change while responses run."""
+        return self.config.schedule.in_flight != "none"
+
+    @property
     def engine_tp(self) -> int:
         rollout = self.config.rollout
         return rollout.engine_tp if rollout.capabilities.sharded else 1

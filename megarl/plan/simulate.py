@@ -8,21 +8,19 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean, pstdev
 from typing import Literal, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.config.check import check_config
-from megarl.config.errors import DataError, MegarlError
+from megarl.config.errors import DataError
 from megarl.config.schema import TRAIN, Config
 from megarl.observe.runs import load_run
-from megarl.plan.fit import find_problem
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.search import replace_keys
 from megarl.plan.times import (
+    ENGINE_PARTS,
     KEPT_GROUPS,
     Lengths,
     decode_batch_size,
@@ -30,7 +28,6 @@ from megarl.plan.times import (
     make_decode_cost,
     split_into_windows,
 )
-from megarl.sync.plan import engine_ranks
 
 GROUP_CORRELATION = 0.5  # our estimate, of log lengths in a group
 BATCHES, WARM_UP = 6, 3  # simulated steps, and how many are not measured
@@ -45,15 +42,18 @@ SampleLengths = Callable[[random.Random, int], Sequence[float]]
 class Costs:
     """Seconds of each operation, estimated or measured (benchmarks/simulate.py).
 
-    decode   a step, given running responses and cached tokens
-    at_once  most responses decoded at once (no seconds)
-    train    tokens of a batch -> phase -> seconds, in phase order"""
+    decode         a step, given running responses and cached tokens
+    prefill        of a response's prompt
+    at_once        most responses decoded at once (no seconds)
+    train          tokens of a batch -> phase -> seconds, in phase order
+    prefill_token  to compute one cached token again under new weights"""
 
     decode: Callable[[float, float], float]
     prefill: float
     at_once: int
     train: Callable[[float], Mapping[str, float]]
     transfer: float
+    prefill_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,13 @@ class Engine:
             self.busy.append((begin, max(end, now)))
         self.now = max(self.now, now)
 
-    def pop_finished(self) -> Iterator[SimulatedGroup]:
+    def pop_finished(self) -> Iterator[tuple[float, SimulatedGroup]]:
+        """Yield new tokens and group of each finished response."""
         while self.running and self.running[0][0] <= self.step + 1e-9:
             _, _, length, group = heapq.heappop(self.running)
             self.cached_tokens -= self.prompt_tokens + group.prefix_tokens + length
             self.generated += length
-            yield group
+            yield length, group
 
     def start_waiting(self) -> None:
         while self.waiting and len(self.running) < self.costs.at_once:
@@ -231,7 +232,7 @@ class _RolloutSimulation:
     def _finish_responses(self, number: int) -> None:
         engine, previous_complete = self.engines[number], self.complete
         engine.advance(self.now)
-        for group in engine.pop_finished():
+        for _, group in engine.pop_finished():
             group.running -= 1
             self.complete += not group.running
             self.kept += group.kept and not group.running
@@ -294,25 +295,43 @@ class Timeline:
     rows       "trainers" or engine -> spans
     ends       seconds at the end of each step's updates
     tokens     of each batch, without prefixes
-    generated  tokens of each rollout"""
+    generated  tokens of each rollout
+    warm_up    first steps, which are not measured
+    staleness  mean and most versions of each batch's tokens behind its update (weights in flight)
+    dropped    too old groups / trained groups (weights in flight)"""
 
     rows: dict[str, list[Span]] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
     ends: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     generated: list[float] = field(default_factory=list)
+    warm_up: int = WARM_UP
+    staleness: list[tuple[float, int]] = field(default_factory=list)
+    dropped: float = 0.0
 
     @property
     def step(self) -> float:
-        return (self.ends[-1] - self.ends[WARM_UP - 1]) / (len(self.ends) - WARM_UP)
+        return (self.ends[-1] - self.ends[self.warm_up - 1]) / (len(self.ends) - self.warm_up)
 
     @property
     def tokens_per_second(self) -> float:
-        return fmean(self.tokens[WARM_UP:]) / self.step
+        return fmean(self.tokens[self.warm_up :]) / self.step
+
+    @property
+    def mean_staleness(self) -> float:
+        return fmean(mean for mean, _ in self.staleness[self.warm_up :])
+
+    @property
+    def max_staleness(self) -> int:
+        return max(most for _, most in self.staleness)
+
+    def add(self, name: str, step: int, phase: str, begin: float, end: float) -> None:
+        if end > begin:
+            self.rows.setdefault(name, []).append(Span(step, phase, begin, end))
 
     def wait_shares(self, name: str) -> dict[str, float]:
         """Return a row's waits as shares of the time after the warm-up."""
-        begin, end = self.ends[WARM_UP - 1], self.ends[-1]
+        begin, end = self.ends[self.warm_up - 1], self.ends[-1]
         shares: dict[str, float] = {}
         for span in self.rows[name]:
             overlap = min(span.end, end) - max(span.begin, begin)
@@ -327,29 +346,44 @@ class Timeline:
 
 
 class Split(NamedTuple):
-    """How a job divides its ranks. trainers: ranks without engines; 0: engines' ranks train."""
+    """How a job divides its ranks.
+
+    trainers       ranks without engines; 0: engines' ranks train
+    max_staleness  bound with weights in flight; 0: weights change between rollouts
+    keeps_cache    the KV cache outlives a weight change"""
 
     engines: int
     trainers: int = 0
     ahead: int = 0
     engine_tp: int = 1
+    max_staleness: int = 0
+    keeps_cache: bool = False
 
     @staticmethod
     def from_plan(plan: PlanInputs, ahead: int) -> Split:
         trainers, rollout_ranks = plan.layout.world, plan.config.parallel.rollout_ranks
-        engines = plan.engines(rollout_ranks or trainers)
-        return Split(engines, trainers if rollout_ranks else 0, ahead, plan.engine_tp)
+        engines, schedule = plan.engines(rollout_ranks or trainers), plan.config.schedule
+        bound = schedule.max_staleness if plan.in_flight else 0
+        keeps_cache = schedule.in_flight == "keep"
+        return Split(engines, trainers if rollout_ranks else 0, ahead, plan.engine_tp, bound, keeps_cache)
+
+    def make_timeline(self) -> Timeline:
+        timeline, names = Timeline(), self.engine_names
+        if self.trainers:
+            timeline.ranks["trainers"] = self.trainers
+            timeline.rows["trainers"] = []
+        timeline.ranks |= dict.fromkeys(names, self.engine_tp)
+        return timeline
+
+    @property
+    def engine_names(self) -> list[str]:
+        return [f"engine {number}" for number in range(self.engines)]
 
 
 class _StepSimulation:
     def __init__(self, work: RolloutWork, costs: Costs, split: Split, seed: int) -> None:
         self.work, self.costs, self.split, self.seed = work, costs, split, seed
-        self.engine_names = [f"engine {number}" for number in range(split.engines)]
-        self.timeline = Timeline()
-        if split.trainers:
-            self.timeline.ranks["trainers"] = split.trainers
-            self.timeline.rows["trainers"] = []
-        self.timeline.ranks |= dict.fromkeys(self.engine_names, split.engine_tp)
+        self.engine_names, self.timeline = split.engine_names, split.make_timeline()
         self.rollouts: list[SimulatedRollout] = []
         self.rollout_ends: list[float] = []
         self.trainer_now = self.engine_now = 0.0
@@ -362,7 +396,7 @@ class _StepSimulation:
         for step in range(1, BATCHES + 1):
             if disaggregated:
                 begin = max(self.trainer_now, self.rollout_ends[step - 1])
-                self._add("trainers", step, "wait for batch", self.trainer_now, begin)
+                self.timeline.add("trainers", step, "wait for batch", self.trainer_now, begin)
                 self.trainer_now = begin
             else:
                 self._generate()
@@ -373,7 +407,7 @@ class _StepSimulation:
                     self._transfer(postponed_version)
                     postponed_version = 0
                 for name in ("trainers",) if disaggregated else self.engine_names:
-                    self._add(name, step, phase, self.trainer_now, self.trainer_now + seconds)
+                    self.timeline.add(name, step, phase, self.trainer_now, self.trainer_now + seconds)
                 self.trainer_now += seconds
             self.timeline.ends.append(self.trainer_now)
             self.timeline.tokens.append(batch.fresh)
@@ -381,16 +415,12 @@ class _StepSimulation:
             if not disaggregated:
                 self.engine_now = self.trainer_now + self.costs.transfer
                 for name in self.engine_names:
-                    self._add(name, step, "weight_transfer", self.trainer_now, self.engine_now)
+                    self.timeline.add(name, step, "weight_transfer", self.trainer_now, self.engine_now)
             elif self.split.ahead == 2 and self.engine_now > self.trainer_now:
                 postponed_version = step
             else:
                 self._transfer(step)
         return self.timeline
-
-    def _add(self, name: str, step: int, phase: str, begin: float, end: float) -> None:
-        if end > begin:
-            self.timeline.rows.setdefault(name, []).append(Span(step, phase, begin, end))
 
     def _generate(self) -> None:
         """Generate a batch. Untrained ones beyond BATCHES repeat earlier ones."""
@@ -402,20 +432,22 @@ class _StepSimulation:
         for name, busy in zip(self.engine_names, batch.busy, strict=True):
             previous_end = start
             for begin, end in busy:
-                self._add(name, step, "wait for other engines", previous_end, start + begin)
-                self._add(name, step, "rollout", start + begin, start + end)
+                self.timeline.add(name, step, "wait for other engines", previous_end, start + begin)
+                self.timeline.add(name, step, "rollout", start + begin, start + end)
                 previous_end = start + end
-            self._add(name, step, "wait for other engines", previous_end, start + batch.seconds)
+            self.timeline.add(name, step, "wait for other engines", previous_end, start + batch.seconds)
         self.engine_now += batch.seconds
         self.rollout_ends.append(self.engine_now)
 
     def _transfer(self, version: int) -> None:
         begin = max(self.trainer_now, self.engine_now)
-        self._add("trainers", version, "wait for engines", self.trainer_now, begin)
+        self.timeline.add("trainers", version, "wait for engines", self.trainer_now, begin)
         for name in self.engine_names:
-            self._add(name, version + self.split.ahead + 1, "wait for weights", self.engine_now, begin)
+            self.timeline.add(
+                name, version + self.split.ahead + 1, "wait for weights", self.engine_now, begin
+            )
         for name in ("trainers", *self.engine_names):
-            self._add(name, version, "weight_transfer", begin, begin + self.costs.transfer)
+            self.timeline.add(name, version, "weight_transfer", begin, begin + self.costs.transfer)
         self.trainer_now = self.engine_now = begin + self.costs.transfer
         self._generate()
 
@@ -431,7 +463,7 @@ def simulate(work: RolloutWork, costs: Costs, split: Split, seed: int = 0) -> Ti
 
 def make_costs(plan: PlanInputs, lengths: Lengths) -> Costs:
     step = estimate(plan, lengths)
-    train = {name: s for name, s in step.parts.items() if name not in ("rollout", "weight_transfer")}
+    train = {name: s for name, s in step.parts.items() if name not in ENGINE_PARTS}
     cost = make_decode_cost(plan)
     prefilled = lengths.count_prefilled(cached=plan.config.rollout.capabilities.continuous_batching)
     return Costs(
@@ -440,6 +472,7 @@ def make_costs(plan: PlanInputs, lengths: Lengths) -> Costs:
         at_once=decode_batch_size(plan, lengths),
         train=lambda tokens: {name: s * tokens / step.tokens for name, s in train.items()},
         transfer=step.parts["weight_transfer"],
+        prefill_token=cost.prefill,
     )
 
 
@@ -480,73 +513,6 @@ def make_log_normal(lengths: Lengths) -> SampleLengths:
         return [max(1.0, min(math.exp(log_median + lengths.spread * z), lengths.longest)) for z in normals]
 
     return sample
-
-
-def find_best_split(plan: PlanInputs, work: RolloutWork, lengths: Lengths, world: int) -> PlanInputs | None:
-    """Find the quickest split of `world` ranks at ahead = 1, if any fits.
-
-    The search walks from the best split by plan/times.py to quicker neighbours."""
-    layout = plan.layout
-    unit = layout.tp * layout.pp * layout.cp
-    candidates = []
-    for trainers in range(unit, world, unit):
-        keys = {"parallel__dp": trainers // unit, "parallel__rollout_ranks": world - trainers}
-        candidate = replace_keys(plan, **keys, schedule__ahead=1)
-        try:
-            if trainers // layout.pp % layout.ep or find_problem(candidate):
-                continue
-            check_config(candidate.config, "plan")
-            engine_ranks(candidate.config, trainers)
-        except MegarlError:
-            continue
-        candidates.append((candidate, estimate(candidate, lengths)))
-    if not candidates:
-        return None
-
-    @cache
-    def compute_seconds(index: int) -> float:
-        candidate, times = candidates[index]
-        engines = candidate.engines(candidate.config.parallel.rollout_ranks)
-        rollout = simulate_rollout(work, make_costs(candidate, lengths), engines, random.Random(0))
-        return max(times.training, rollout.seconds)
-
-    index = min(range(len(candidates)), key=lambda i: candidates[i][1].total)
-    while True:
-        neighbours = [i for i in (index - 1, index + 1) if 0 <= i < len(candidates)]
-        quickest = min([index, *neighbours], key=compute_seconds)
-        if quickest == index:
-            return candidates[index][0]
-        index = quickest
-
-
-class SimulatedSplit(NamedTuple):
-    """A simulated split. `ahead` replaces the plan's."""
-
-    plan: PlanInputs
-    ahead: int
-    timeline: Timeline
-
-    @property
-    def rollout_ranks(self) -> int:
-        return self.plan.config.parallel.rollout_ranks
-
-
-def compare_splits(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> list[SimulatedSplit]:
-    """Simulate the configuration, shared ranks, and the best split at ahead 1 and 2."""
-    unit, parallel = plan.layout.tp * plan.layout.pp * plan.layout.cp, plan.config.parallel
-    world = plan.layout.world + parallel.rollout_ranks
-    candidates = [(plan, plan.config.schedule.ahead)]
-    if parallel.rollout_ranks and world % unit == 0 and world % plan.engine_tp == 0:
-        candidates.append((replace_keys(plan, parallel__dp=world // unit, parallel__rollout_ranks=0), 0))
-    if best := find_best_split(plan, work, lengths, world):
-        candidates += [(best, 1), (best, 2)]
-    splits: list[SimulatedSplit] = []
-    for candidate, ahead in candidates:
-        if any((split.plan.layout, split.ahead) == (candidate.layout, ahead) for split in splits):
-            continue
-        timeline = simulate(work, make_costs(candidate, lengths), Split.from_plan(candidate, ahead))
-        splits.append(SimulatedSplit(candidate, ahead, timeline))
-    return splits
 
 
 def recorded(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLengths, str]:

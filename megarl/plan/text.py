@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from string import ascii_lowercase
 from typing import Any
 
-from megarl.plan.disk import checkpoint_bytes, count_checkpoints, disk_bytes
+from megarl.plan.disk import (
+    checkpoint_bytes,
+    count_checkpoints,
+    count_stored_batches,
+    disk_bytes,
+    stored_batch_bytes,
+)
 from megarl.plan.engines import kv_cache_tokens, transferred_bytes
 from megarl.plan.fit import largest_micro_batch
 from megarl.plan.host import cpu_bytes, cpu_bytes_by_phase, node_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import gpu_needs
 from megarl.plan.search import Candidate, describe_layout, drop_unproven, list_overrides, pick_best
-from megarl.plan.simulate import RolloutWork, SimulatedSplit
+from megarl.plan.simulate import RolloutWork
 from megarl.plan.sizes import GIB
+from megarl.plan.splits import Scale, SimulatedSplit
 from megarl.plan.tensors import model_activations
 from megarl.plan.times import Estimate, Lengths
 
@@ -100,10 +107,14 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     host_bytes, host_memory = node_bytes(plan), config.cluster.host_memory
     parts_text = ", ".join(f"{name} {size / GIB:.0f}" for name, size in host_bytes.items())
     yield f"memory of a node  {sum(host_bytes.values()) / GIB:.0f} of {host_memory:.0f} GiB: {parts_text}"
-    run_bytes, limit_text = disk_bytes(plan), ""
+    batches, limit_text = count_stored_batches(plan), ""
+    batch_bytes = batches * stored_batch_bytes(plan)
+    run_bytes = disk_bytes(plan) - batch_bytes
     if run_bytes:
         limit_text = f", at most {sum(count_checkpoints(plan))} at once: {run_bytes / 1e9:,.0f} GB"
     yield f"a checkpoint on disk  {checkpoint_bytes(plan) / 1e9:,.1f} GB{limit_text}"
+    if batches:
+        yield f"batches on disk, from engines to trainers  {batch_bytes / 1e9:,.1f} GB, at most {batches}"
     yield ""
     yield (
         f"a step takes about {clock(made.total)}, estimated from data sheets, with responses of "
@@ -114,6 +125,8 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
         yield f"    {name:24s}{clock(seconds):>10s}  {seconds / made.total:4.0%}"
     if made.asynchronous:
         yield "    the rollout runs beside training: the longer of the two counts, and the transfer"
+        if "prefill_again" in made.parts:
+            yield "    weights change in flight: prefill_again, of running responses, counts with the rollout"
 
 
 def describe_turns(lengths: Lengths) -> str:
@@ -230,21 +243,14 @@ def simulated(
     tried: Sequence[SimulatedSplit], work: RolloutWork, lengths: Lengths, where: str
 ) -> Iterator[str]:
     """Format simulated splits, and timelines of the configured and the quickest."""
-    limit_text = f"up to {lengths.longest:,}"
-    mean_text = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
-    yield f"lengths  {where}: {mean_text}, {limit_text}{describe_turns(lengths)}"
-    kept_text = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
-    yield f"a step   {work.prompts} groups of {work.group_size} responses{kept_text}; {BALANCE[work.balance]}"
-    yield ""
+    yield from _describe_work(work, lengths, where)
     headings = f"{'a step':>9s}{'tokens/s':>10s}{'a GPU':>7s}{'idle':>6s}{'trainers':>10s}{'engines':>9s}"
-    yield f"{'':32s}{headings}"
-    quickest = min(tried, key=lambda split: split.timeline.step * (1 + 0.01 * split.ahead))
+    width = 2 + max(30, *(len(split.name) for split in tried))
+    yield f"{'':{width}s}{headings}"
+    quickest = min(tried, key=lambda split: split.order)
     for split in tried:
         timeline, world = split.timeline, split.plan.layout.world + split.rollout_ranks
         engines = [sum(timeline.wait_shares(name).values()) for name in timeline.rows if name != "trainers"]
-        name = f"{world} ranks in turn"
-        if split.rollout_ranks:
-            name = f"{split.plan.layout.world} train, {split.rollout_ranks} generate, ahead {split.ahead}"
         idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if split.rollout_ranks else "-"
         mark = (
             "  <- the configuration"
@@ -254,19 +260,48 @@ def simulated(
             else ""
         )
         yield (
-            f"{name:32s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
+            f"{split.name:{width}s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
             f"{timeline.tokens_per_second / world:7,.0f}{timeline.idle:6.0%}"
             f"{idle:>10s}{fmean(engines):9.0%}{mark}"
         )
+    in_flight = next((split.timeline for split in reversed(tried) if split.timeline.staleness), None)
+    if in_flight:
+        age = f"versions behind: {in_flight.mean_staleness:.1f} on average, {in_flight.max_staleness} at most"
+        yield f"in flight  {age}; groups dropped as too old: {in_flight.dropped:.1%}"
     for split in (tried[0], quickest) if quickest is not tried[0] else (quickest,):
         yield ""
         yield from _bars(split)
     if quickest.rollout_ranks and quickest is not tried[0]:
-        dp, ranks = quickest.plan.layout.dp, quickest.rollout_ranks
         saved_share = 1 - quickest.timeline.step / tried[0].timeline.step
         yield ""
-        keys = f"parallel.dp={dp} parallel.rollout_ranks={ranks} schedule.ahead={quickest.ahead}"
-        yield f"quickest: {keys}, {saved_share:.0%} less time a step"
+        yield f"quickest: {quickest.keys}, {saved_share:.0%} less time a step"
+
+
+def scaled(scales: Iterable[Scale], work: RolloutWork, lengths: Lengths, where: str) -> Iterator[str]:
+    """Format the best splits by number of GPUs. The gain is that of in flight over in turn."""
+    yield from _describe_work(work, lengths, where)
+    columns = f"{'in turn':>10s}{'ahead 1':>10s}{'in flight':>11s}{'gain':>6s}{'dropped':>9s}"
+    yield f"{'GPUs':>6s}{columns}  best split"
+    for scale in scales:
+        times = [clock(split.timeline.step) if split else "-" for split in scale[1:]]
+        best, gain, dropped = scale.in_flight, "-", "-"
+        if best:
+            dropped = f"{best.timeline.dropped:.1%}"
+        if best and scale.in_turn:
+            gain = f"{1 - best.timeline.step / scale.in_turn.timeline.step:.0%}"
+        found = [split for split in scale[1:] if split]
+        name = min(found, key=lambda split: split.order).name if found else "does not fit"
+        columns = f"{times[0]:>10s}{times[1]:>10s}{times[2]:>11s}{gain:>6s}{dropped:>9s}"
+        yield f"{scale.gpus:6,d}{columns}  {name}"
+
+
+def _describe_work(work: RolloutWork, lengths: Lengths, where: str) -> Iterator[str]:
+    limit_text = f"up to {lengths.longest:,}"
+    mean_text = f"mean {lengths.mean:,.0f} tokens, median {lengths.median:,.0f}"
+    yield f"lengths  {where}: {mean_text}, {limit_text}{describe_turns(lengths)}"
+    kept_text = f", of which dynamic sampling keeps {work.kept_share:.0%}" if work.kept_share < 1 else ""
+    yield f"a step   {work.prompts} groups of {work.group_size} responses{kept_text}; {BALANCE[work.balance]}"
+    yield ""
 
 
 def _bars(tried: SimulatedSplit) -> Iterator[str]:

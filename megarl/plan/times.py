@@ -31,6 +31,8 @@ LINKS = 0.7  # of a link's speed
 MESSAGE = 15e-6  # seconds of latency of a collective in a node
 KEPT_GROUPS = 0.5  # share of groups that dynamic sampling keeps
 QUANTILES = 64
+# Parts of a step that are not training.
+ENGINE_PARTS = ("rollout", "prefill_again", "weight_transfer")
 
 
 class Window(NamedTuple):
@@ -118,6 +120,11 @@ class Lengths:
     def mean_running(self) -> float:
         return fmean(window.prefix_tokens + window.new_tokens / 2 for window in self.windows)
 
+    @cached_property
+    def mean_in_flight(self) -> float:
+        """Return the mean tokens of a response at any time: long ones run longer."""
+        return fmean(length**2 for length in self.quantiles) / (2 * fmean(self.quantiles))
+
     @property
     def median(self) -> float:
         return (self.quantiles[QUANTILES // 2 - 1] * self.quantiles[QUANTILES // 2]) ** 0.5
@@ -125,7 +132,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by part. asynchronous: the rollout overlaps."""
+    """Seconds of a step by part. asynchronous: rollout and prefill_again overlap training."""
 
     parts: dict[str, float]
     tokens: float
@@ -133,12 +140,13 @@ class Estimate:
 
     @property
     def training(self) -> float:
-        return sum(s for name, s in self.parts.items() if name not in ("rollout", "weight_transfer"))
+        return sum(s for name, s in self.parts.items() if name not in ENGINE_PARTS)
 
     @property
     def total(self) -> float:
         if self.asynchronous:
-            return max(self.parts["rollout"], self.training) + self.parts["weight_transfer"]
+            generation = self.parts["rollout"] + self.parts.get("prefill_again", 0.0)
+            return max(generation, self.training) + self.parts["weight_transfer"]
         return sum(self.parts.values())
 
 
@@ -170,9 +178,12 @@ def estimate(plan: PlanInputs, lengths: Lengths) -> Estimate:
             parts[phase.name] = _phase_seconds(plan, lengths, phase, phase.model)
     if plan.config.has_engine:
         parts["weight_transfer"] = _transfer_seconds(plan)
+        if plan.config.schedule.in_flight in ("retract", "abort"):
+            running, context = _count_in_flight(plan, lengths), mean_cached_tokens(lengths, in_flight=True)
+            parts["prefill_again"] = running * context * make_decode_cost(plan).prefill
     if offloaded_bytes := _offloaded_bytes(plan):
         parts["on and off the device"] = offloaded_bytes / (plan.device.host_speed * 1e9 * LINKS)
-    asynchronous = bool(plan.config.parallel.rollout_ranks and plan.config.schedule.ahead)
+    asynchronous = bool(plan.config.parallel.rollout_ranks and (plan.config.schedule.ahead or plan.in_flight))
     return Estimate(parts, plan.step_tokens(fmean(lengths.sequences[0])), asynchronous)
 
 
@@ -409,26 +420,43 @@ def make_decode_cost(plan: PlanInputs) -> DecodeCost:
 
 def decode_batch_size(plan: PlanInputs, lengths: Lengths) -> int:
     """Count mean responses decoded at once, without those that wait for a tool."""
-    cache_limit = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths))
+    cache_limit = int(kv_cache_tokens(plan) / mean_cached_tokens(lengths, in_flight=plan.in_flight))
     return max(1, min(cache_limit, plan.config.rollout.max_batch))
 
 
-def mean_cached_tokens(lengths: Lengths) -> float:
-    return lengths.mean_running + lengths.all_observed / 2 + lengths.prompt
+def mean_cached_tokens(lengths: Lengths, *, in_flight: bool = False) -> float:
+    mean_running = lengths.mean_in_flight if in_flight else lengths.mean_running
+    return mean_running + lengths.all_observed / 2 + lengths.prompt
 
 
 def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
-    sampled_responses = config.responses / (KEPT_GROUPS if config.rollout.dynamic_sampling.enabled else 1.0)
-    responses_per_engine = max(1, round(sampled_responses / max(1, plan.engines(ranks))))
+    responses_per_engine = max(1, round(_count_sampled(plan) / max(1, plan.engines(ranks))))
     at_once = min(decode_batch_size(plan, lengths), responses_per_engine)
     cost, keeps_cache = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
     # With new weights, prefixes are prefilled again.
     prefilled_tokens = lengths.count_prefilled(cached=keeps_cache) + lengths.mean_prefix
+    if plan.in_flight:  # engines never drain
+        running, context = _count_in_flight(plan, lengths), mean_cached_tokens(lengths, in_flight=True)
+        decode_seconds = lengths.mean / running * cost.step(running, running * context)
+        return responses_per_engine * (decode_seconds + prefilled_tokens * cost.prefill)
     return (
         _decode_seconds(cost, responses_per_engine, at_once, lengths)
         + responses_per_engine * prefilled_tokens * cost.prefill
     )
+
+
+def _count_sampled(plan: PlanInputs) -> float:
+    kept_share = KEPT_GROUPS if plan.config.rollout.dynamic_sampling.enabled else 1.0
+    return plan.config.responses / kept_share
+
+
+def _count_in_flight(plan: PlanInputs, lengths: Lengths) -> float:
+    """Return an engine's running responses with weights in flight."""
+    ranks = plan.config.parallel.rollout_ranks or plan.layout.world
+    batches = 1 + plan.config.schedule.max_staleness
+    started = batches * plan.config.responses / max(1, plan.engines(ranks))
+    return min(decode_batch_size(plan, lengths), started)
 
 
 @lru_cache(maxsize=256)

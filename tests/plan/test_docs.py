@@ -38,7 +38,7 @@ def printed(command: str) -> str:
 @pytest.mark.slow
 def test_the_page_shows_what_is_printed() -> None:
     found = [shown for page in PAGES for shown in SHOWN.findall(page.read_text())]
-    assert len(found) == 9
+    assert len(found) == 11
     for _, command, block, _ in found:
         assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the pages anew"
 

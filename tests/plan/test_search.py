@@ -29,7 +29,16 @@ from megarl.sync.plan import engine_targets
 from megarl.weights.known_models import KNOWN_MODELS, planning_config
 from tests.plan.test_memory import GIB, ROOT
 
-SHIPPED = ("vapo_7b", "dapo_30b_a3b", "vapo_32b", "dapo_32b", "tppo_32b", "sao_32b", "dapo_72b")
+SHIPPED = (
+    "vapo_7b",
+    "dapo_30b_a3b",
+    "vapo_32b",
+    "dapo_32b",
+    "dapo_32b_async",
+    "tppo_32b",
+    "sao_32b",
+    "dapo_72b",
+)
 FAST = ("dapo_30b_a3b", "vapo_32b", "dapo_72b")  # other tests need the first two's searches as well
 
 

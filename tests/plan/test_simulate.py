@@ -27,8 +27,6 @@ from megarl.plan.simulate import (
     Costs,
     RolloutWork,
     Split,
-    compare_splits,
-    find_best_split,
     make_costs,
     make_log_normal,
     make_rollout_work,
@@ -37,6 +35,7 @@ from megarl.plan.simulate import (
     simulate_rollout,
 )
 from megarl.plan.sizes import Shape, find_device
+from megarl.plan.splits import compare_splits, find_best_split
 from megarl.plan.text import clock, lines
 from megarl.plan.times import Lengths, default_lengths, estimate, replace_deviation, rollout_seconds
 from megarl.sync.plan import engine_targets
