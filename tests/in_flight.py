@@ -22,9 +22,9 @@ TOLERANCE = 2e-4  # of log-probs in float32
 def find_problems(run_dir: Path) -> list[str]:
     """Return what is wrong with a finished run in float32 with `checkpoint.rollouts` and all checkpoints.
 
-    Each step is recorded once, and trained on a full batch. Each token has the log-prob of a forward pass of its
-    version, which is at most `max_staleness` older than the weights that the update started from. The log-probs
-    are those of `in_flight: retract`: all earlier tokens are read by the same version."""
+    Each step is recorded once, and trained on a full batch. Each token's version is at most `max_staleness`
+    older than the weights that its update started from. Unless caches are kept, its log-prob is that of a
+    forward pass of this version over all earlier tokens."""
     config = load_config(run_dir / "config.yaml")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, lines) if record["stage"] == "train"]

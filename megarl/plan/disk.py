@@ -65,7 +65,7 @@ def count_stored_batches(plan: PlanInputs) -> int:
     schedule = plan.config.schedule
     if not plan.config.parallel.rollout_ranks:
         return 0
-    return 1 + (schedule.max_staleness if plan.in_flight else schedule.ahead)
+    return 1 + schedule.lead
 
 
 def disk_bytes(plan: PlanInputs) -> float:

@@ -71,7 +71,7 @@ def sampled_bytes(plan: PlanInputs) -> float:
     """Return all ranks' bytes of undelivered responses, as samples and packed.
 
     With weights in flight, all batches before the staleness bound may run."""
-    batches = 1 + plan.config.schedule.max_staleness if plan.in_flight else 1
+    batches = 1 + plan.config.schedule.lead if plan.in_flight else 1
     return batches * stored_batch_bytes(plan)
 
 

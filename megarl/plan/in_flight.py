@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megarl.config.schema.schedule import get_lead
 from megarl.plan.simulate import (
     GROUP_CORRELATION,
     WARM_UP,
@@ -84,7 +85,7 @@ class _InFlightSimulation:
     def _may_start(self) -> bool:
         """Return whether ordered steps need more groups, like rollout/in_flight.py."""
         prompts = self.work.prompts
-        missing = prompts * (self.version + 1 + self.split.max_staleness) - self.accepted
+        missing = prompts * (self.version + 1 + get_lead(self.split.max_staleness)) - self.accepted
         return self.running * (self.accepted + prompts) < missing * (self.offered + prompts)
 
     def _fill(self, numbers: Iterable[int], changed: Iterable[int] = ()) -> None:
@@ -230,7 +231,7 @@ def simulate_in_flight(
 ) -> Timeline:
     """Simulate steps of engines that never drain.
 
-    Groups start until version + 1 + max_staleness batches are handed over or running. The first finished
+    Groups start until version + 1 + `get_lead` batches are handed over or running. The first finished
     groups are the next batch. A group that is too old when it ends is sampled again."""
     return _InFlightSimulation(work, costs, split, seed, measured).run()
 

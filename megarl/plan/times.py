@@ -454,7 +454,7 @@ def _count_sampled(plan: PlanInputs) -> float:
 def _count_in_flight(plan: PlanInputs, lengths: Lengths) -> float:
     """Return an engine's running responses with weights in flight."""
     ranks = plan.config.parallel.rollout_ranks or plan.layout.world
-    batches = 1 + plan.config.schedule.max_staleness
+    batches = 1 + plan.config.schedule.lead
     started = batches * plan.config.responses / max(1, plan.engines(ranks))
     return min(decode_batch_size(plan, lengths), started)
 

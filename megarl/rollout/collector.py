@@ -41,7 +41,9 @@ class GroupCollector:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the step has its groups, with rejected ones at `max_batches`. Raises as `next_batch`."""
+        """Return whether the step has its groups, at `max_batches` with rejected ones.
+
+        Raises as `next_batch`."""
         if not self.missing or len(self.offered) < self.prompts * self.dynamic.max_batches:
             return not self.missing
         self._check_limit()

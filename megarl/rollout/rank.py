@@ -16,7 +16,7 @@ from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import ProblemSet, Prompt
-from megarl.data.sample import Sample, SampleGroup
+from megarl.data.sample import SampleGroup
 from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m

@@ -15,13 +15,13 @@ class ScheduleConfig(Section):
     )
     in_flight: Literal["none", "retract", "keep", "abort"] = field(
         "none",
-        "replace the engines' weights while responses run: retract (compute their KV cache again), keep (keep "
-        "it), abort (send partial responses again); none: between rollouts",
+        "replace weights while responses run: retract (compute their KV cache again), keep (keep it), "
+        "abort (send partial responses again); none: between rollouts",
     )
     max_staleness: int = field(
         4,
         "with in_flight: most versions between a token's weights and those that its update starts from; "
-        "older groups are dropped and sampled again; the engines are at most half as many steps ahead",
+        "older groups are dropped and sampled again; the engines work at most half as many steps ahead",
         "versions",
         ge=1,
     )
@@ -29,4 +29,11 @@ class ScheduleConfig(Section):
     @property
     def lead(self) -> int:
         """Return how many steps beyond the next one are ordered from the engines."""
-        return self.ahead if self.in_flight == "none" else max(1, self.max_staleness // 2)
+        return self.ahead if self.in_flight == "none" else get_lead(self.max_staleness)
+
+
+def get_lead(max_staleness: int) -> int:
+    """Return how many steps beyond the next one engines work on with weights in flight.
+
+    Half of the bound: a group is on average as many versions old, and slow ones twice as many."""
+    return max(1, max_staleness // 2)
