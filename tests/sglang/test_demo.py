@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.in_flight import find_problems
 from tests.schedule import demo
 from tests.schedule.demo import make_warm_model, train
 
@@ -15,8 +16,12 @@ from tests.schedule.demo import make_warm_model, train
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "apart",
-    [(), ("parallel.rollout_ranks=1", "schedule.ahead=1")],
-    ids=["in turn", "one step ahead on a rank of its own"],
+    [
+        (),
+        ("parallel.rollout_ranks=1", "schedule.ahead=1"),
+        ("parallel.rollout_ranks=1", "schedule.in_flight=retract", "schedule.max_staleness=2"),
+    ],
+    ids=["in turn", "one step ahead on a rank of its own", "in flight"],
 )
 def test_the_demo_learns_on_sglang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: tuple[str, ...]
@@ -37,6 +42,9 @@ def test_the_demo_learns_on_sglang(
         "rollout.fingerprint=true",
         "rollout.continue_partial=true",
         "rollout.dynamic_sampling.max_batches=3",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+        "checkpoint.rollouts=true",
         *apart,
     )
     steps = [r for r in records if r["stage"] == "train"]
@@ -60,6 +68,8 @@ def test_the_demo_learns_on_sglang(
         and ("sglang" in process.info["name"] or "sglang" in " ".join(process.info["cmdline"] or ()))
     ]
     assert left == []
+    if "schedule.in_flight=retract" in apart:
+        assert find_problems(tmp_path / "run") == []
     # Nothing follows a run's last line: triton's bindings would list leaked objects when Python exits.
     (done,) = said
     assert "leaked" not in done.stderr and done.stdout.rstrip().endswith(

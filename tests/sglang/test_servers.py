@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.errors import ConfigError, EngineFailure
-from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, ScheduleConfig
 from megarl.data.sample import TokenData
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.timeout(2400)
 class Server:
     """SGLang's HTTP server of a folder, in its own process group."""
 
-    def __init__(self, folder: Path, log: Path, tp: int = 1) -> None:
-        self.folder, self.log, self.tp = folder, log, tp
+    def __init__(self, folder: Path, log: Path, tp: int = 1, options: tuple[str, ...] = ()) -> None:
+        self.folder, self.log, self.tp, self.options = folder, log, tp, options
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -53,7 +53,7 @@ class Server:
             "max-total-tokens": 4096, "host": "127.0.0.1", "port": self.port, "log-level": "warning",
         }  # fmt: skip
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        words += ["--disable-cuda-graph", "--skip-server-warmup"]
+        words += ["--disable-cuda-graph", "--skip-server-warmup", *self.options]
         cores = sorted(os.sched_getaffinity(0))
         environment = {
             "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -109,7 +109,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 class Client:
     """A client of one server, and the weights that it sends."""
 
-    def __init__(self, server: Server, **rollout: Any) -> None:
+    def __init__(self, server: Server, *, in_flight: Any = "none", **rollout: Any) -> None:
         self.folder = server.folder
         keys = {"max_response_tokens": 60, "engine_timeout": 120.0, "transfer_bucket": 1, **rollout}
         self.config = Config(
@@ -119,6 +119,7 @@ class Client:
             model=ModelConfig(path=server.folder, dtype="fp32"),
             data=DataConfig(max_prompt_tokens=32),
             rollout=RolloutConfig(engine="sglang_url", urls=(server.url,), **keys),
+            schedule=ScheduleConfig(in_flight=in_flight),
         )
         self.hf = read_config(server.folder)
         self.engine = SGLangServers(self.config, self.hf, 0, 1, (1,))
@@ -149,19 +150,27 @@ class Client:
         self, requests: list[GenerationRequest], found: list[TokenData], version: int, scale: float
     ) -> None:
         """Check log-probs against transformers' own model with the weights that were sent."""
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(scale)
-            for request, one in zip(requests, found, strict=True):
-                assert one.policy_versions.tolist() == [version] * len(
-                    one.tokens.tolist()
-                ) and one.finish_reason in ("stop", "length")
-                assert len(one.tokens.tolist()) <= (request.max_tokens or 60)
-                logits = model(torch.tensor([[*request.prompt_tokens, *one.tokens.tolist()]])).logits[0]
-                ours = logits[len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
-                ours = ours.gather(-1, torch.tensor(one.tokens.tolist())[:, None])[:, 0]
-                assert (ours - torch.tensor(one.logprobs.tolist())).abs().max() < 1e-4
+        for request, one in zip(requests, found, strict=True):
+            assert one.policy_versions.tolist() == [version] * one.num_tokens
+            assert one.num_tokens <= (request.max_tokens or 60)
+        self.check_versions(requests, found, {version: scale})
+
+    def check_versions(
+        self, requests: list[GenerationRequest], found: list[TokenData], scales: dict[int, float]
+    ) -> None:
+        """Check each token against a model of its version. scales: of the weights, by version"""
+        for version, scale in scales.items():
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(scale)
+                for request, one in zip(requests, found, strict=True):
+                    assert one.finish_reason in ("stop", "length") and len(one.tokens) == len(one.logprobs)
+                    tokens, prompt = one.tokens.tolist(), request.prompt_tokens
+                    logprobs = model(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
+                    ours = logprobs[len(prompt) - 1 : -1].gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+                    differences = (ours - torch.tensor(one.logprobs.tolist())).abs()
+                    assert (differences[one.policy_versions == version] < 1e-4).all()
 
 
 def requests(count: int) -> list[GenerationRequest]:
@@ -181,6 +190,61 @@ def test_weights_and_responses(server: Server) -> None:
     assert [c.tokens.tolist() for c in greedy[0]] == [c.tokens.tolist() for c in greedy[1]]
     assert client.engine.take_notes() == []
     client.engine.stop()
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_weights_change_while_responses_run(server: Server, mode: str) -> None:
+    """Each token has its version and the log-prob of that version's weights over all earlier tokens."""
+    client = Client(server, in_flight=mode)
+    client.start()
+    scales = {0: 1.0, 1: 1.5, 2: 0.8}
+    client.update(0, scales[0])
+    asked = [GenerationRequest((3 + i, 9, 4), i, max_tokens=60 + 20 * (i % 8)) for i in range(24)]
+    client.engine.submit(dict(enumerate(asked)), SamplingParams(400))
+    found: dict[int, TokenData] = {}
+    for version in (1, 2):
+        while len(found) < 4 * version:
+            found |= dict(client.engine.poll(60.0))
+        client.update(version, scales[version])
+    while client.engine.running:
+        found |= dict(client.engine.poll(60.0))
+    responses = [found[i] for i in range(24)]
+    client.check_versions(asked, responses, scales)
+    assert any(len(set(one.policy_versions.tolist())) > 1 for one in responses)
+    assert all(one.policy_versions.tolist() == sorted(one.policy_versions) for one in responses)
+    client.engine.stop()
+
+
+def test_keep_needs_a_server_without_the_overlap_scheduler(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    client = Client(server, in_flight="keep")
+    with pytest.raises(ConfigError, match="start it with --disable-overlap-schedule"):
+        check_servers(client.config, client.hf, 1)
+    other = Server(folder, tmp_path / "log", options=("--disable-overlap-schedule",))
+    try:
+        other.start()
+        client = Client(other, in_flight="keep")
+        check_servers(client.config, client.hf, 1)
+        client.start()
+        client.update(0, 1.0)
+        asked = [GenerationRequest((3 + i, 9, 4), i, max_tokens=200) for i in range(8)]
+        client.engine.submit(dict(enumerate(asked)), SamplingParams(400))
+        time.sleep(0.5)
+        client.update(1, 1.5)
+        found = {}
+        while client.engine.running:
+            found |= dict(client.engine.poll(60.0))
+        responses = [found[i] for i in range(8)]
+        assert any(set(one.policy_versions.tolist()) == {0, 1} for one in responses)
+        # Tokens before the update are those of its weights.
+        client.check_versions(asked, responses, {0: 1.0})
+        # New requests match no prefix of the old weights.
+        again = [GenerationRequest(request.prompt_tokens, 50 + i) for i, request in enumerate(asked)]
+        client.check(again, client.engine.generate(again, SamplingParams(60)), 1, 1.5)
+        client.engine.stop()
+    finally:
+        other.kill()
 
 
 def test_what_runs_is_aborted(server: Server) -> None:
