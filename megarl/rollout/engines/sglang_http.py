@@ -55,6 +55,7 @@ class ServerInfo(msgspec.Struct):
     skip_tokenizer_init: bool = False
     disaggregation_mode: str = "null"
     speculative_algorithm: str | None = None
+    custom_weight_loader: list[str] | None = None
 
 
 class Card(msgspec.Struct):
@@ -72,6 +73,16 @@ class Done(msgspec.Struct):
 
     success: bool
     message: str = ""
+
+
+class RankChecksums(msgspec.Struct):
+    checksums: dict[str, str]  # by SGLang's tensor name
+
+
+class Checksums(msgspec.Struct):
+    """Checksums of a server's weights, by tensor-parallel rank."""
+
+    ranks: list[RankChecksums]
 
 
 class Span(msgspec.Struct):

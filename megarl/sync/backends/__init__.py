@@ -3,6 +3,7 @@
 from typing import Any
 
 from megarl.sync.backends.base import WeightBackend
+from megarl.sync.backends.disk import DiskBackend
 from megarl.sync.backends.http import HttpBackend
 from megarl.sync.backends.in_place import InPlaceBackend
 from megarl.sync.backends.shared_memory import SharedMemoryBackend
@@ -11,4 +12,5 @@ BACKENDS: dict[str, type[WeightBackend[Any]]] = {
     "in_place": InPlaceBackend,
     "shared_memory": SharedMemoryBackend,
     "http": HttpBackend,
+    "disk": DiskBackend,
 }
