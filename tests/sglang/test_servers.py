@@ -46,14 +46,14 @@ class Server:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         given = {
             "model-path": self.folder, "load-format": "dummy", "dtype": "float32", "device": "cpu",
             "attention-backend": "torch_native", "sampling-backend": "pytorch", "tp-size": self.tp,
             "max-total-tokens": 4096, "host": "127.0.0.1", "port": self.port, "log-level": "warning",
         }  # fmt: skip
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        words += ["--disable-cuda-graph", "--skip-server-warmup"]
+        words += ["--disable-cuda-graph", "--skip-server-warmup", *options]
         cores = sorted(os.sched_getaffinity(0))
         environment = {
             "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
