@@ -217,7 +217,7 @@ def test_a_server_without_our_loader_is_refused_for_deltas(servers: list[Server]
     servers[0].kill()
     servers[0].start()
     try:
-        with pytest.raises(ConfigError, match="does not load deltas .start it with --custom-weight-loader"):
+        with pytest.raises(ConfigError, match=r"does not load deltas .start it with --custom-weight-loader"):
             Client(servers, "delta", tmp_path)
     finally:
         servers[0].kill()

@@ -11,8 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from megarl.sync.backends.delta import REPORT
-from megarl.sync.delta import Receiver
+from megarl.sync.delta import REPORT, Receiver
 
 _RECEIVERS: WeakKeyDictionary[torch.nn.Module, Receiver] = WeakKeyDictionary()
 

@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.schema import Config
+from megarl.sync.delta import LOADER
 from megarl.weights.families import read_config
 from megarl.weights.shards import hf_shapes
 
@@ -184,6 +185,8 @@ async def identify(
         problem = "uses prefill disaggregation or speculative decoding (start it without them)"
     elif server.skip_tokenizer_init and (config.rollout.stop or config.rollout.is_multi_turn):
         problem = "has no tokenizer, which stop texts need (start it without --skip-tokenizer-init)"
+    elif config.rollout.weight_backend == "delta" and LOADER not in (server.custom_weight_loader or ()):
+        problem = f"does not load deltas (start it with --custom-weight-loader {LOADER})"
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:

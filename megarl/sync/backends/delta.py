@@ -17,9 +17,6 @@ from megarl.sync import delta
 from megarl.sync.backends.http import PATH, encode_tensors
 from megarl.sync.backends.servers import ServersBackend
 
-LOADER = "megarl.rollout.engines.sglang_delta.load_delta"
-REPORT = "megarl "  # begins the name of the buffer in which a server reports
-
 
 class DeltaBackend(ServersBackend):
     """Sends changes to servers with this rank's last version, and everything to others.
@@ -89,7 +86,7 @@ class DeltaBackend(ServersBackend):
         payload = encode_tensors([(json.dumps(header), data)])
         tp_by_url = {server.url: server.tp for server in self.engine.updating_servers}
         body_by_tp = {
-            tp: {"serialized_named_tensors": [payload] * tp, "load_format": LOADER}
+            tp: {"serialized_named_tensors": [payload] * tp, "load_format": delta.LOADER}
             for tp in {tp_by_url[url] for url in urls}
         }
         self.bytes_sent += sum(len(payload) * tp_by_url[url] for url in urls)
@@ -113,9 +110,8 @@ class DeltaBackend(ServersBackend):
         bad = {}
         # SGLang's own tensors have a dot in their names. The report's buffer has none.
         for url, ranks in self.engine.read_checksums(["."]).items():
-            reports = [
-                name.removeprefix(REPORT) for rank in ranks for name in rank if name.startswith(REPORT)
-            ]
+            names = [name for rank in ranks for name in rank if name.startswith(delta.REPORT)]
+            reports = [name.removeprefix(delta.REPORT) for name in names]
             if reports != [expected] * len(ranks):
                 bad[url] = next((report for report in reports if report != expected), "no report")
         return bad
