@@ -94,14 +94,12 @@ class Client:
 
     def read_weights(self, server: Server) -> list[dict[str, str]]:
         """Return SGLang's checksums of all its parameters."""
-        server_checksums = self.engine.pool
-        for one in server_checksums.own:
+        usable = [one for one in self.engine.pool.own if one.usable]
+        for one in usable:
             one.loading = True
-        try:
-            ranks = self.engine.read_checksums(["rotary_emb"])[server.url]
-        finally:
-            for one in server_checksums.own:
-                one.loading = False
+        ranks = self.engine.read_checksums(["rotary_emb"])[server.url]
+        for one in usable:
+            one.loading = False
         return [{name: value for name, value in rank.items() if "." in name} for rank in ranks]
 
     def sample(self) -> list[tuple[list[int], list[float]]]:
@@ -196,9 +194,8 @@ def test_damaged_deltas_are_sent_again(
     client.update(0, 1.0)
     encode = delta.encode
 
-    def damage(*arguments: Any) -> Any:
-        change = encode(*arguments)
-        return change and delta.Change("dense", delta.encode(arguments[0], ~arguments[0], 1).data)  # type: ignore[union-attr]
+    def damage(old: Any, new: Any, width: int) -> Any:
+        return encode(old, new, width) and encode(old, ~new, width)
 
     client.backend.bytes_sent = 0
     with monkeypatch.context() as patch:

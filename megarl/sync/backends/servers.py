@@ -117,7 +117,8 @@ class ServersBackend(WeightBackend[ServersEngine]):
         for first, *others in urls_by_tp.values():
             for other in others:
                 ranks = zip(checksums_by_url[first], checksums_by_url[other], strict=True)
-                names = sorted({name for a, b in ranks for name, _ in a.items() ^ b.items()})
+                # A name without a dot is not SGLang's.
+                names = sorted({name for a, b in ranks for name, _ in a.items() ^ b.items() if "." in name})
                 if names:
                     what = f"{first} and {other} have different weights: {', '.join(names[:3])}"
                     raise TransferError(f"weight transfer: {what}{', ...' if names[3:] else ''}")
