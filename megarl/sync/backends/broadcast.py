@@ -6,8 +6,9 @@ leaves the others waiting, as SGLang sets no timeout. The groups are separate fr
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -70,8 +71,7 @@ class BroadcastBackend(ServersBackend):
         Servers where either fails are left out. No wait is longer than rollout.engine_timeout."""
         if not body_by_url:
             return
-        threads = ThreadPoolExecutor(len(body_by_url), "weight broadcast")
-        actions = {url: threads.submit(action, self._groups[url]) for url in body_by_url}
+        actions = {url: _start(action, self._groups[url]) for url in body_by_url}
         posts = self.engine.post(path, body_by_url)
         for url in body_by_url:
             parts = (actions[url], posts[url])
@@ -81,11 +81,23 @@ class BroadcastBackend(ServersBackend):
                 error = next(filter(None, errors), f"no answer for {self._timeout:g} s")
                 self._close(url)
                 self.engine.leave_out(url, f"{path}: {error}")
-        # The part of a group that has failed ends by its timeout.
-        threads.shutdown(wait=False)
 
     def _close(self, url: str) -> None:
         self._groups.pop(url).close()
+
+
+def _start(action: Callable[[_Group], None], group: _Group) -> Future[None]:
+    """Run in a thread. After a failure elsewhere nobody waits for it, and it ends by the group's timeout."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action(group))
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight broadcast", daemon=True).start()
+    return future
 
 
 class _Group:
@@ -144,7 +156,8 @@ class _Group:
         """Send bytes. Raises RuntimeError if a member does not take them in time."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, self._timeout
-        self._group.broadcast([message], options).wait(self._timeout)
+        group = self._group  # gloo's destructor waits for operations: let it run in this thread
+        group.broadcast([message], options).wait(self._timeout)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
