@@ -92,7 +92,8 @@ def _start(action: Callable[[_Group], None], group: _Group) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(action(group))
+            action(group)
+            future.set_result(None)
         except RuntimeError as error:
             future.set_exception(error)
 
