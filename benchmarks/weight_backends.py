@@ -34,8 +34,15 @@ ROOT = Path(__file__).parents[1]
 RATES = (1e-6, 1e-5)
 STEPS, SENT_STEPS = 4, (1, 2, 3, 4)  # the versions after these steps are sent
 ROWS, TOKENS = 2, 256
-BACKENDS = ("broadcast", "http", "disk", "delta")  # the first is the reference
-LINKS = {"unlimited": 0.0, "1 GB/s": 1e9, "100 MB/s": 1e8}
+BACKENDS = ("broadcast", "http", "disk", "delta")
+# Link, bytes a second (0: unlimited), learning rate, backends. The first backend is the reference.
+CASES: tuple[tuple[str, float, float, tuple[str, ...]], ...] = (
+    ("unlimited", 0, 1e-6, BACKENDS),
+    ("1 GB/s", 1e9, 1e-6, ("broadcast", "http", "delta")),
+    ("1 GB/s", 1e9, 1e-5, ("broadcast", "delta")),
+    ("100 MB/s", 1e8, 1e-6, ("broadcast", "http", "delta")),
+    ("100 MB/s", 1e8, 1e-5, ("broadcast", "delta")),
+)
 
 
 def read_bytes(tensor: torch.Tensor) -> delta.Bytes:
@@ -183,13 +190,12 @@ def measure_backends(folder: Path, versions: Path) -> None:
         "link       lr     backend    first MB  first s  update MB  update s  MB ratio  s ratio  fingerprint"
     )
     try:
-        for link, rate in LINKS.items():
-            for lr in RATES:
-                reference: tuple[float, float, Any] | None = None
-                for backend in BACKENDS:
-                    reference = measure_backend(
-                        folder, versions, server.url, (link, rate), lr, backend, reference
-                    )
+        for link, rate, lr, backends in CASES:
+            reference: tuple[float, float, Any] | None = None
+            for backend in backends:
+                reference = measure_backend(
+                    folder, versions, server.url, (link, rate), lr, backend, reference
+                )
     finally:
         server.kill()
 
