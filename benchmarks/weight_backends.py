@@ -1,8 +1,8 @@
 """Compare the weight backends on a real SGLang server, and what a step of training changes.
 
 SmolLM2-135M in bf16 is trained by Adam with float32 master weights on documents of this repository. Then each
-backend brings the trained versions into one server on this machine. Client and server are in a network
-namespace of their own, whose loopback `tc` limits to the rate of a link. Needs root for that.
+backend brings the trained versions into one server on this machine. Client and server are in a separate
+network namespace, and `tc` limits its loopback to the rate of a link. Needs root for that.
 
     .venv-sglang/bin/python benchmarks/weight_backends.py MODEL_DIR            # all of it
     .venv-sglang/bin/python benchmarks/weight_backends.py MODEL_DIR --only changes

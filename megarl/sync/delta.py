@@ -17,7 +17,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 LOADER = "megarl.rollout.engines.sglang_delta.load_delta"
 REPORT = "megarl "  # begins the name of the buffer in which a server reports
-ESCAPE = 255  # a byte of a gap that goes on in the next byte
+ESCAPE = 255  # a byte of a gap that continues in the next byte
 SPARSE_LIMIT = 4  # sparse if fewer than one element in this many has changed
 LEVEL = 1  # zlib's fastest
 _COUNTS = struct.Struct("<QQ")
@@ -25,7 +25,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class DeltaError(ValueError):
-    """A delta does not fit what it is applied to."""
+    """A delta is damaged, or does not fit the receiver's version."""
 
 
 @dataclass(frozen=True)

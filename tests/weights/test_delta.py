@@ -17,7 +17,7 @@ WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 @st.composite
 def pairs(draw: Any) -> tuple[np.ndarray, np.ndarray, int]:
-    """Draw old and new bytes, and bytes an element: few, many or all elements differ."""
+    """Generate old and new bytes, and bytes an element: few, many or all elements differ."""
     width, seed = draw(WIDTHS), draw(st.integers(0, 2**32 - 1))
     elements, share = draw(st.integers(0, 3000)), draw(st.sampled_from([0.0, 0.001, 0.03, 0.3, 1.0]))
     generator = np.random.default_rng(seed)

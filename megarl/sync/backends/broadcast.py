@@ -1,6 +1,6 @@
 """Broadcast weights to SGLang servers over process groups: NCCL on GPUs, gloo on CPUs.
 
-Each server has a group of its own, of this rank and the server's ranks. In a common group a server that dies
+Each server has a separate group, of this rank and the server's ranks. In a common group a server that dies
 leaves the others waiting, as SGLang sets no timeout. The groups are separate from torch's default group."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Group:
         }
 
     def connect(self) -> None:
-        # A connection of its own: `close` ends the store, and with it the members' waits.
+        # A separate connection: `close` ends the store, and with it the members' waits.
         store: Any = dist.TCPStore(
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._timeout
         )
