@@ -378,6 +378,9 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if not capabilities.sharded and r.weights_dtype != "model":
         yield f"rollout.weights_dtype: must be model for rollout.engine {r.engine} (got {r.weights_dtype})"
     yield from _server_problems(r)
+    if r.weights.backend not in (None, *capabilities.weight_backends):
+        remedy = f"use {' or '.join(capabilities.weight_backends)}, or leave it out"
+        yield f"rollout.weights.backend: {r.weights.backend} is not for rollout.engine {r.engine} ({remedy})"
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"

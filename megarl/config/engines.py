@@ -21,13 +21,15 @@ class EngineCapabilities:
     remote               servers at rollout.urls that use no resources of the ranks. The first of every
                          rollout.engine_tp ranks is a client of some of them, with Hugging Face's tensors
     takes_options        accepts rollout.engine_options
-    weight_backend       a row of `BACKENDS` in sync/backends"""
+    weight_backend       its own way to get weights: a row of `BACKENDS` in sync/backends
+    weight_backends      values of rollout.weights.backend that it supports; colocated: weight_backend"""
 
     continuous_batching: bool = False
     sharded: bool = False
     remote: bool = False
     takes_options: bool = False
     weight_backend: str = "in_place"
+    weight_backends: tuple[str, ...] = ("colocated",)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,12 @@ ENGINES: dict[EngineName, EngineEntry] = {
     ),
     "sglang_url": EngineEntry(
         "megarl.rollout.engines.sglang_servers:SGLangServers",
-        EngineCapabilities(continuous_batching=True, remote=True, weight_backend="http"),
+        EngineCapabilities(
+            continuous_batching=True,
+            remote=True,
+            weight_backend="http",
+            weight_backends=("http", "broadcast", "disk", "delta"),
+        ),
         package="aiohttp",
         install="pip install 'megarl[agents]'",
     ),

@@ -42,18 +42,22 @@ class TransferStats:
     bytes_local: int
     seconds: float
     bytes_kept: int = 0  # of skipped frozen tensors
+    backend_bytes: int = 0  # that this rank's weight backend sent or wrote
+    backend_seconds: float = 0.0
 
     def __add__(self, other: TransferStats) -> TransferStats:
         return TransferStats(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Return bytes, seconds (inside/), and GB/s of the larger direction (throughput/)."""
+        """Return bytes, seconds, and GB/s of the larger direction (throughput/)."""
         speed = max(self.bytes_sent, self.bytes_received) / max(self.seconds, 1e-9) / 1e9
         return {
             "transfer/bytes_sent": float(self.bytes_sent),
             "transfer/bytes_received": float(self.bytes_received),
             "transfer/bytes_local": float(self.bytes_local),
             "transfer/bytes_kept": float(self.bytes_kept),
+            "transfer/backend_bytes": float(self.backend_bytes),
+            "transfer/backend_seconds": self.backend_seconds,
             "inside/transfer": self.seconds,
             "throughput/transfer": speed,
         }

@@ -4,6 +4,7 @@ All ranks call the same methods in the same order; only ranks with engines call 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -177,12 +178,18 @@ class WeightSync:
         bytes_kept = sum(transfer.target_bytes for transfer in self.transfers[:num_skipped])
         stats = TransferStats(0, 0, 0, 0.0, bytes_kept=bytes_kept)
         failures: Failures = []
+        start = time.perf_counter()
         guard(self.backend.begin)
+        backend_seconds = time.perf_counter() - start
         for memory in self.memory:
             memory.take()
         for bucket in range(num_skipped, len(self.transfers)):
             stats += self._fill(bucket, ranks)
+            start = time.perf_counter()
             failures = self._send(bucket, guard, ranks)
+            backend_seconds += time.perf_counter() - start
+        sent, self.backend.bytes_sent = self.backend.bytes_sent, 0
+        stats += TransferStats(0, 0, 0, 0.0, backend_bytes=sent, backend_seconds=backend_seconds)
         if self.backend.reports_notes:
             notes = self.engine.take_notes() if self.engine else []
             for rank_notes in gather_objects(ranks, notes, list[str]):
@@ -237,7 +244,7 @@ def make_weight_sync(
     )
     dtype, bucket_bytes = DTYPES[config.model.dtype], config.rollout.transfer_bucket * 2**20
     staging, memory = Staging(runtime.device), Staging(runtime.device)
-    backend_class = BACKENDS[config.rollout.capabilities.weight_backend]
+    backend_class = BACKENDS[config.rollout.weight_backend]
     backend = backend_class(config, runtime.rank, runtime.device, dtype)
     frozen_names = frozen_targets(plan, hf_config, config.actor) if backend.keeps_frozen else frozenset[str]()
     names_by_bucket = backend.split(plan, frozen_names)

@@ -67,6 +67,7 @@ FREE = (
     *("reward.workers", "model.grouped_experts", "model.permute_fusion", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket", "rollout.fingerprint", "rollout.engine_tp"),
+    *("rollout.weights",),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),

@@ -163,9 +163,9 @@ class Server(Http):
                     await asyncio.sleep(0.05)
                 return web.Response()
             case "/pause_generation":
-                assert body == {"mode": "abort"}
+                assert body["mode"] in ("abort", "retract", "in_place")
                 self.paused = True
-                for event in self.waiting.values():
+                for event in self.waiting.values() if body["mode"] == "abort" else ():
                     event.set()
                 return web.json_response({"status": "ok"})
             case "/continue_generation":

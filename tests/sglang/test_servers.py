@@ -39,21 +39,21 @@ pytestmark = pytest.mark.timeout(2400)
 class Server:
     """SGLang's HTTP server of a folder, in its own process group."""
 
-    def __init__(self, folder: Path, log: Path, tp: int = 1, options: tuple[str, ...] = ()) -> None:
-        self.folder, self.log, self.tp, self.options = folder, log, tp, options
+    def __init__(self, folder: Path, log: Path, tp: int = 1) -> None:
+        self.folder, self.log, self.tp = folder, log, tp
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         given = {
             "model-path": self.folder, "load-format": "dummy", "dtype": "float32", "device": "cpu",
             "attention-backend": "torch_native", "sampling-backend": "pytorch", "tp-size": self.tp,
             "max-total-tokens": 4096, "host": "127.0.0.1", "port": self.port, "log-level": "warning",
         }  # fmt: skip
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-        words += ["--disable-cuda-graph", "--skip-server-warmup", *self.options]
+        words += ["--disable-cuda-graph", "--skip-server-warmup", *options]
         cores = sorted(os.sched_getaffinity(0))
         environment = {
             "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -221,9 +221,9 @@ def test_keep_needs_a_server_without_the_overlap_scheduler(
     client = Client(server, in_flight="keep")
     with pytest.raises(ConfigError, match="start it with --disable-overlap-schedule"):
         check_servers(client.config, client.hf, 1)
-    other = Server(folder, tmp_path / "log", options=("--disable-overlap-schedule",))
+    other = Server(folder, tmp_path / "log")
     try:
-        other.start()
+        other.start("--disable-overlap-schedule")
         client = Client(other, in_flight="keep")
         check_servers(client.config, client.hf, 1)
         client.start()

@@ -188,3 +188,9 @@ class RolloutConfig(Section):
     @property
     def capabilities(self) -> EngineCapabilities:
         return ENGINES[self.engine].capabilities
+
+    @property
+    def weight_backend(self) -> str:
+        """Return the row of `BACKENDS` in sync/backends."""
+        backend = self.weights.backend
+        return self.capabilities.weight_backend if backend in (None, "colocated") else backend

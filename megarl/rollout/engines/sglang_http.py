@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.schema import Config
+from megarl.sync.delta import LOADER
 from megarl.weights.families import read_config
 from megarl.weights.shards import hf_shapes
 
@@ -58,6 +59,7 @@ class ServerInfo(msgspec.Struct):
     disable_overlap_schedule: bool = False
     disaggregation_mode: str = "null"
     speculative_algorithm: str | None = None
+    custom_weight_loader: list[str] | None = None
 
 
 class Card(msgspec.Struct):
@@ -75,6 +77,16 @@ class Done(msgspec.Struct):
 
     success: bool
     message: str = ""
+
+
+class RankChecksums(msgspec.Struct):
+    checksums: dict[str, str]  # by SGLang's tensor name
+
+
+class Checksums(msgspec.Struct):
+    """Checksums of a server's weights, by tensor-parallel rank."""
+
+    ranks: list[RankChecksums]
 
 
 class Span(msgspec.Struct):
@@ -180,6 +192,8 @@ async def identify(
     elif config.schedule.in_flight == "keep" and not server.disable_overlap_schedule:
         problem = "has the overlap scheduler, which schedule.in_flight keep excludes "
         problem += "(start it with --disable-overlap-schedule)"
+    elif config.rollout.weight_backend == "delta" and LOADER not in (server.custom_weight_loader or ()):
+        problem = f"does not load deltas (start it with --custom-weight-loader {LOADER})"
     elif model.preferred_sampling_params:
         problem = "has its own sampling parameters (start it without --preferred-sampling-params)"
     else:

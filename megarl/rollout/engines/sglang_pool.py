@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +13,7 @@ from megarl.config.schema import Config
 from megarl.rollout.engines.sglang_http import (
     PAUSE_MODES,
     QUESTION,
+    Checksums,
     Done,
     ModelInfo,
     Unanswered,
@@ -36,6 +36,7 @@ class Server:
         self.url, self.tp = url, 1
         self.why = ""
         self.loading = False
+        self.is_known = False  # has run, with its weights, since the last update
         self.running: set[str] = set()
         self.gone: asyncio.Future[str] | None = None  # why it became unusable
         self.watch: asyncio.Task[None] | None = None
@@ -72,6 +73,7 @@ class ServerPool:
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
         self.notes: list[str] = []
+        self.has_sessions = True  # updates open a session; the weight backend decides
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -146,45 +148,55 @@ class ServerPool:
     async def begin_update(self, server: Server) -> None:
         limit, server.loading = self.limit, True
         # A restarted server may have another model.
-        is_known = server.usable and await self.is_current(server)
+        server.is_known = is_known = server.usable and await self.is_current(server)
         try:
             if not is_known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
             # No request may be answered by partly updated weights.
             mode = self.pause_mode if is_known and self.pause_mode else "abort"
             await self.ask(server, "/pause_generation", limit, type(None), {"mode": mode})
-            try:
-                await self.command(server, "/begin_weight_update", limit, {})
-            except Unanswered as problem:
-                if "already open" not in str(problem):
-                    raise
-                # A killed client left its session open.
-                await self.command(server, "/end_weight_update", limit, {})
-                await self.command(server, "/begin_weight_update", limit, {})
+            if self.has_sessions:
+                await self._open_session(server)
         except (Unanswered, ConfigError) as problem:
             self.leave_out(server, str(problem))
             return
         if not is_known and (server.usable or server.why):
             self.notes.append(f"rollout server {server.url} is back, and gets the weights")
 
-    async def post_weights(self, payload: str, version: int | None) -> None:
-        loading_servers = [server for server in self.own if server.loading]
+    async def _open_session(self, server: Server) -> None:
+        try:
+            await self.command(server, "/begin_weight_update", self.limit, {})
+        except Unanswered as problem:
+            if "already open" not in str(problem):
+                raise
+            # A killed client left its session open.
+            await self.command(server, "/end_weight_update", self.limit, {})
+            await self.command(server, "/begin_weight_update", self.limit, {})
+
+    @property
+    def updating_servers(self) -> list[Server]:
+        return [server for server in self.own if server.loading]
+
+    def update_options(self, version: int | None) -> dict[str, Any]:
+        """Return the options of a bucket. version: only with the update's last bucket"""
         version_name = None if version is None else self.name_version(version)
         # A flush needs a server without running requests.
         is_flushed = version_name is not None and self.pause_mode != "in_place"
-        options = {"flush_cache": is_flushed, "weight_version": version_name}
-        body_by_tp = {
-            tp: json.dumps({"serialized_named_tensors": [payload] * tp, **options}).encode()
-            for tp in {server.tp for server in loading_servers}
-        }
+        return {"flush_cache": is_flushed, "weight_version": version_name}
 
-        async def send(server: Server) -> None:
+    async def read_checksums(self, skip: Sequence[str]) -> dict[str, list[dict[str, str]]]:
+        checksums_by_url: dict[str, list[dict[str, str]]] = {}
+
+        async def read(server: Server) -> None:
+            body = {"action": "checksum", "selector": "target", "skip_tensor_list": list(skip)}
             try:
-                await self.command(server, "/update_weights_from_tensor", self.limit, body_by_tp[server.tp])
+                answer = await self.ask(server, "/weights_checker", self.limit, Checksums, body)
+                checksums_by_url[server.url] = [rank.checksums for rank in answer.ranks]
             except Unanswered as problem:
                 self.leave_out(server, str(problem))
 
-        await gather(send(server) for server in loading_servers)
+        await gather(read(server) for server in self.updating_servers)
+        return checksums_by_url
 
     def name_version(self, version: int | str) -> str:
         return f"megarl-{self.run}-{version}"
@@ -208,7 +220,8 @@ class ServerPool:
 
     async def _finish(self, server: Server) -> None:
         try:
-            await self.command(server, "/end_weight_update", self.limit, {})
+            if self.has_sessions:
+                await self.command(server, "/end_weight_update", self.limit, {})
             await self.ask(server, "/continue_generation", self.question, type(None), {})
             if not await self.is_current(server):
                 raise Unanswered(f"its weights are not of version {self.version_name}")

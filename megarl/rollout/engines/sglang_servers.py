@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -140,11 +142,47 @@ class SGLangServers(SGLangRequests):
             self._do(gather(self.pool.begin_update(server) for server in self.pool.own))
 
     @property
-    def is_updating(self) -> bool:
-        return any(server.loading for server in self.pool.own)
+    def has_sessions(self) -> bool:
+        return self.pool.has_sessions
 
-    def post_weights(self, payload: str, version: int | None) -> None:
-        self._do(self.pool.post_weights(payload, version))
+    @has_sessions.setter
+    def has_sessions(self, has_sessions: bool) -> None:
+        self.pool.has_sessions = has_sessions
+
+    @property
+    def updating_servers(self) -> Sequence[Server]:
+        return self.pool.updating_servers
+
+    def update_options(self, version: int | None) -> dict[str, Any]:
+        return self.pool.update_options(version)
+
+    def name_version(self, version: int) -> str:
+        return self.pool.name_version(version)
+
+    def post(self, path: str, body_by_url: Mapping[str, Mapping[str, Any]]) -> dict[str, Future[None]]:
+        """See ServersEngine."""
+        assert self._loop is not None
+        encoded = {id(body): json.dumps(body).encode() for body in body_by_url.values()}
+        return {
+            server.url: asyncio.run_coroutine_threadsafe(
+                self.pool.command(server, path, self.pool.limit, encoded[id(body_by_url[server.url])]),
+                self._loop,
+            )
+            for server in self.pool.own
+            if server.url in body_by_url
+        }
+
+    def leave_out(self, url: str, why: str) -> None:
+        async def leave_out() -> None:
+            for server in self.pool.own:
+                if server.url == url:
+                    self.pool.leave_out(server, why)
+
+        self._do(leave_out())
+
+    def read_checksums(self, skip: Sequence[str]) -> dict[str, list[dict[str, str]]]:
+        """Read checksums from updating servers. Those that do not answer are left out."""
+        return self._do(self.pool.read_checksums(skip)) if self.updating_servers else {}
 
     def end_update(self, version: int) -> None:
         self.weight_version = version  # first, as answers may come at once

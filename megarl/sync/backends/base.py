@@ -52,7 +52,8 @@ class WeightBackend(ABC, Generic[E]):
     keeps_frozen   an engine keeps frozen weights until it restarts
     can_recover    a failed engine can restart
     reports_notes  updates may have notes (`take_notes`)
-    alignment      of a bucket's tensors, bytes"""
+    alignment      of a bucket's tensors, bytes
+    bytes_sent     sent or written since the weight sync last read it"""
 
     keeps_frozen: ClassVar[bool] = True
     can_recover: ClassVar[bool] = True
@@ -63,6 +64,7 @@ class WeightBackend(ABC, Generic[E]):
     def __init__(self, config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> None:
         """rank: in the job; device: of targets; dtype: of targets without a format in the plan"""
         self.config, self.rank, self.device, self.dtype = config, rank, device, dtype
+        self.bytes_sent = 0
 
     @property
     def bucket_bytes(self) -> float:
