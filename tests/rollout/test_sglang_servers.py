@@ -39,6 +39,7 @@ from megarl.weights.known_models import KNOWN_MODELS
 from megarl.weights.shards import hf_shapes
 from tests.commands import run_command
 from tests.docs.test_docs import ROOT
+from tests.in_flight import find_problems
 from tests.rollout.servers import WAIT, Router, Server, make_engine
 from tests.tiny_models import make_tiny_model
 
@@ -749,3 +750,46 @@ def test_a_run_over_servers_of_which_one_dies(
     megarl(tmp_path, "eval", "run.json", "parallel.rollout_ranks=0", "schedule.ahead=0")
     assert all("/update_weights_from_tensor" in server.paths(*UPDATE) for server in servers)
     assert sum(len(server.paths("/generate")) for server in servers) >= len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_servers_leave_and_join_while_weights_are_in_flight(
+    serve, folder: Path, tmp_path: Path, mode: str
+) -> None:
+    """A server that leaves gives its requests back. One that joins late gets the current version."""
+    servers = serve()
+    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(8) for b in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "recipe": "grpo", "run_dir": str(tmp_path / "run"), "steps": 8,
+        "model": {"path": str(folder), "dtype": "fp32"},
+        "parallel": {"device": "cpu", "dp": 1, "rollout_ranks": 1},
+        "data": {"train": [str(tmp_path / "sums.jsonl")], "max_prompt_tokens": 64},
+        "log": {"report": False, "terminal": "quiet"}, "update": {"mini_batch": 8},
+        "actor": {"lr": 0.01, "warmup_steps": 0},
+        "schedule": {"in_flight": mode, "max_staleness": 3},
+        "checkpoint": {"every": 1, "keep": 0, "rollouts": True},
+        "rollout": {"engine": "sglang_url", "urls": [server.url for server in servers], "prompts": 4,
+                    "group_size": 4, "max_response_tokens": 24},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    count, returned = iter(range(10**6)), threading.Event()
+
+    def dies() -> None:
+        if next(count) == 12:
+            servers[1].loop.create_task(servers[1].die())
+
+    def let_it_return() -> None:
+        if servers[1].runner is None and servers[1].asked and not returned.is_set():
+            returned.set()
+            threading.Thread(target=servers[1].come_back).start()
+
+    servers[1].on_generate = dies
+    servers[0].on_generate = let_it_return
+    megarl(tmp_path, "train", "run.json")
+    assert find_problems(tmp_path / "run") == []
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    events = [line for record in records for line in record.get("events", ())]
+    assert any(line.startswith(f"rollout server {servers[1].url} is left out: ") for line in events), events
+    assert any(line.endswith("is back, and gets the weights") for line in events), events
