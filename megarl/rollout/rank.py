@@ -169,12 +169,14 @@ class RolloutRank:
         first: m.CollectRollout,
         transfer: Callable[[int], None],
         store: Callable[[int, RolloutBatch, int], m.RolloutStored],
+        on_keep_alive: Callable[[], None],
     ) -> None:
         """Collect ordered steps while weights change, until an order asks for something else.
 
         transfer  brings a weight version into the engines; called on all ranks
-        store     stores a step's batch, and is told the last step whose batch nobody needs; called on all
-                  ranks"""
+        store     stores a step's batch; the third argument is the last step whose batch nobody needs;
+                  called on all ranks
+        on_keep_alive  called at each sign of life of the controller"""
         limit, shown_groups = self.config.log.samples, list[SampleGroup]()
         started = 0.0
 
@@ -208,8 +210,10 @@ class RolloutRank:
                 await self.controller.hub.send(m.TRAINER, stored)
 
         self.worker.transfer, self.worker.store = transfer, store_batch
+        self.worker.on_keep_alive = on_keep_alive
         started = time.perf_counter()
         self._run_rollout(decide, ())
+        self.worker.on_keep_alive = None
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.

@@ -42,10 +42,12 @@ class Worker:
 
     With weights in flight, a rollout also has:
     transfer  brings a version of the weights into the engines; called on all engine ranks
-    store     stores a step's batch; called on all engine ranks"""
+    store     stores a step's batch; called on all engine ranks
+    on_keep_alive  called at each sign of life of the controller, as such a rollout has no limit of time"""
 
     transfer: Callable[[int], None]
     store: Callable[[m.StoreRollout], Awaitable[None]]
+    on_keep_alive: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -156,6 +158,8 @@ class Worker:
                 case m.RestartEngines(failures):
                     self._recover(failures)
                     last_heard = time.monotonic()
+                case m.KeepAlive() if self.on_keep_alive is not None:
+                    self.on_keep_alive()
                 case m.TransferWeights(version):
                     await self.client.call_between_polls(self.transfer, version)
                     last_heard = time.monotonic()

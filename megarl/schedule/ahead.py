@@ -272,6 +272,7 @@ class EngineRank:
     def serve(self, watchdog: Watchdog) -> None:
         generation, timeline, is_first = self.generation, self.timeline, self.runtime.engines.rank == 0
         rollout_rank = generation.rollout_rank
+        self.watchdog = watchdog
         watchdog.depths |= generation.depths
         if is_first:
             assert self.runtime.store is not None

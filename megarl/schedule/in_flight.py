@@ -67,7 +67,7 @@ class InFlightRank(EngineRank):
             return m.RolloutStored(TRAIN, number, inside, batch.errors, events)
 
         enter_phase("rollout", TRAIN, order.number)
-        rollout_rank.collect_in_flight(order, transfer, store)
+        rollout_rank.collect_in_flight(order, transfer, store, lambda: self.watchdog.phase("rollout"))
 
 
 def measure_staleness(batch: RolloutBatch, number: int, ranks: Ranks) -> dict[str, float]:

@@ -22,6 +22,7 @@ CHOSEN = (
     "disk full: samples.jsonl",
     "ahead 1, kill -9 of the engine: rollout",
     "ahead 2, kill -9 of the trainer: actor_update",
+    "in flight, kill -9 of the engine: weight_transfer",
 )
 
 
