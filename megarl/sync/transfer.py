@@ -42,7 +42,7 @@ class TransferStats:
     bytes_local: int
     seconds: float
     bytes_kept: int = 0  # of skipped frozen tensors
-    backend_bytes: int = 0  # that this rank's weight backend sent or wrote
+    backend_bytes: int = 0  # that weight backends sent to servers or wrote, of all ranks
     backend_seconds: float = 0.0
 
     def __add__(self, other: TransferStats) -> TransferStats:
@@ -57,8 +57,8 @@ class TransferStats:
             "transfer/bytes_local": float(self.bytes_local),
             "transfer/bytes_kept": float(self.bytes_kept),
             "transfer/backend_bytes": float(self.backend_bytes),
-            "transfer/backend_seconds": self.backend_seconds,
             "inside/transfer": self.seconds,
+            "inside/transfer_backend": self.backend_seconds,
             "throughput/transfer": speed,
         }
 

@@ -188,12 +188,15 @@ class WeightSync:
             start = time.perf_counter()
             failures = self._send(bucket, guard, ranks)
             backend_seconds += time.perf_counter() - start
-        sent, self.backend.bytes_sent = self.backend.bytes_sent, 0
-        stats += TransferStats(0, 0, 0, 0.0, backend_bytes=sent, backend_seconds=backend_seconds)
+        sent = 0
         if self.backend.reports_notes:
             notes = self.engine.take_notes() if self.engine else []
-            for rank_notes in gather_objects(ranks, notes, list[str]):
+            local_report = notes, self.backend.bytes_sent
+            self.backend.bytes_sent = 0
+            for rank_notes, rank_sent in gather_objects(ranks, local_report, tuple[list[str], int]):
                 self._events += rank_notes
+                sent += rank_sent
+        stats += TransferStats(0, 0, 0, 0.0, backend_bytes=sent, backend_seconds=backend_seconds)
         for memory in self.memory:
             memory.release()
         self.complete = not any(failures)

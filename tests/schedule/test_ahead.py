@@ -123,7 +123,7 @@ def test_each_step_is_drawn_with_its_own_version(steps_ahead: int, steps: int, d
     done = min(done, steps - 1)
     engines = Engines()
     config: Any = SimpleNamespace(
-        schedule=SimpleNamespace(ahead=steps_ahead), steps=steps, run_dir=Path("nowhere")
+        schedule=SimpleNamespace(lead=steps_ahead), steps=steps, run_dir=Path("nowhere")
     )
     runtime: Any = SimpleNamespace(store=dist.HashStore(), **vars(ALONE))
     with pytest.MonkeyPatch.context() as patch:
