@@ -1,7 +1,7 @@
 """Measure a step of runs whose longest response has 8 times the mean length, on two ranks.
 
-In turn, both ranks generate and train. One step ahead and with weights in flight, one rank generates and one
-trains. An episode cuts each response at a length that its seed decides, so all runs have the same lengths.
+Synchronous ranks both generate and train. One step ahead and with weights in flight, one rank generates and
+one trains. An episode cuts each response at a length that its seed decides, so all runs have the same lengths.
 
     python benchmarks/in_flight.py --steps 20
 """
@@ -32,7 +32,7 @@ MEAN, RATIO, SPREAD = 24, 8, 1.0  # tokens; longest / mean; deviation of log len
 WARMUP = 4  # steps
 APART = ("parallel.rollout_ranks=1",)
 RUNS = {
-    "in turn": ("parallel.dp=2",),
+    "synchronous": ("parallel.dp=2",),
     "ahead 1": (*APART, "schedule.ahead=1"),
     "in flight": (*APART, "schedule.in_flight=retract", "schedule.max_staleness=8"),
 }
@@ -102,13 +102,13 @@ def main() -> int:
         dropped = sum(record.get("rollout/dropped", 0) for record in records)
         waits = statistics.median(record["time/rollout"] for record in records)
         print(
-            f"{name:10} {seconds[name]:7.2f} s a step, of which {waits:.2f} s for the batch; "
+            f"{name:11} {seconds[name]:7.2f} s a step, of which {waits:.2f} s for the batch; "
             f"lengths: mean {lengths:.1f}, longest {longest:.0f}; "
             f"staleness {staleness:.1f}, dropped responses {dropped}",
             flush=True,
         )
     verdicts = Verdicts()
-    verdicts.at_most("a step in flight / in turn", seconds["in flight"] / seconds["in turn"], 0.6)
+    verdicts.at_most("a step in flight / synchronous", seconds["in flight"] / seconds["synchronous"], 0.6)
     verdicts.at_most("a step in flight / one step ahead", seconds["in flight"] / seconds["ahead 1"], 0.8)
     return verdicts.exit_code
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megarl.config import load_config
 from megarl.config.schema import Config
@@ -84,5 +85,6 @@ def _load_version(run_dir: Path, version: int) -> torch.nn.Module:
         if not folder.exists():
             actor = run_dir / "checkpoints" / f"step-{version:06d}" / "actor"
             megatron_to_hf(actor, folder, source=config.model.path)
+    disable_progress_bar()
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model

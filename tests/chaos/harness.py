@@ -135,7 +135,7 @@ class Job:
         path.write_text(dump_config(self.config))
         self.log = run.with_suffix(".log")
         self.began = self.log.stat().st_size if self.log.exists() else 0
-        for rank in range(2):  # heartbeats of an earlier run would look like this one's
+        for rank in range(3):  # heartbeats of an earlier run would look like this one's
             (run / "heartbeat" / f"rank-{rank:05d}.json").unlink(missing_ok=True)
         environment = {**os.environ, "WANDB_API_KEY": SECRET, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["PYTHONDONTWRITEBYTECODE"] = "1"  # Python 3.11 trusts a .pyc cut off by a full disk
@@ -212,7 +212,7 @@ class Job:
         """Return the rank that started a process."""
         with suppress(psutil.Error):
             parent = process.ppid()
-            return next((rank for rank in range(2) if self.beat(rank).get("pid") == parent), None)
+            return next((rank for rank in range(3) if self.beat(rank).get("pid") == parent), None)
         return None
 
     def wait(self) -> int:

@@ -35,5 +35,5 @@ class ScheduleConfig(Section):
 def get_lead(max_staleness: int) -> int:
     """Return how many steps beyond the next one engines work on with weights in flight.
 
-    Half of the bound: a group is on average as many versions old, and slow ones twice as many."""
+    This is half of the bound. A group's mean staleness is the lead, and slow groups reach twice that."""
     return max(1, max_staleness // 2)
