@@ -67,7 +67,7 @@ FREE = (
     *("reward.workers", "model.grouped_experts", "model.permute_fusion", "rollout.routing_compare"),
     *("rollout.max_batch", "rollout.engine_memory", "rollout.engine_timeout", "rollout.engine_start_timeout"),
     *("rollout.engine_failures", "rollout.transfer_bucket", "rollout.fingerprint", "rollout.engine_tp"),
-    *("rollout.weights",),
+    *("rollout.weights", "schedule.max_staleness"),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
@@ -80,7 +80,7 @@ ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
 ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
-ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0}
+ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.in_flight": "none"}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 
