@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from megarl.config import load_config
-from megarl.config.schema import Config
+from megarl.config.schema import PRETRAINING, Config
+from megarl.schedule.rollouts import manifest_path, read_manifest
 from megarl.weights.megatron import megatron_to_hf
 
 TOLERANCE = 2e-4  # of log-probs in float32
@@ -23,12 +24,14 @@ TOLERANCE = 2e-4  # of log-probs in float32
 def find_problems(run_dir: Path) -> list[str]:
     """Return what is wrong with a finished run in float32 with `checkpoint.rollouts` and all checkpoints.
 
-    Each step is recorded once, and trained on a full batch. Each token's version is at most `max_staleness`
-    older than the weights that its update started from. Unless caches are kept, its log-prob is that of a
-    forward pass of this version over all earlier tokens."""
+    Each step is recorded once, and trained on a full batch. No prompt is lost or trained on twice. Each
+    token's version is at most `max_staleness` older than the weights that its update started from. Unless
+    caches are kept, its log-prob is that of a forward pass of this version over all earlier tokens."""
     config = load_config(run_dir / "config.yaml")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [record["step"] for record in map(json.loads, lines) if record["stage"] == "train"]
+    records = [json.loads(line) for line in lines]
+    steps = [record["step"] for record in records if record["stage"] == "train"]
+    num_pretraining = sum(record["stage"] == PRETRAINING for record in records)
     problems = [] if steps == list(range(1, config.steps + 1)) else [f"recorded steps: {steps}"]
     exact = config.schedule.in_flight != "keep"
     for step in range(1, config.steps + 1):
@@ -51,6 +54,12 @@ def find_problems(run_dir: Path) -> list[str]:
                 problems += [f"{what}: {problem}" for problem in _check(config, sequence, step, exact=exact)]
         if count != config.responses:
             problems.append(f"step {step} has {count} responses")
+        if not config.rollout.dynamic_sampling.enabled:
+            state = read_manifest(manifest_path(run_dir / "rollouts", step))["state"]["samplers"]
+            prompts, num_pending = state["prompts"], len(state["rollout"]["returned"])
+            taken = prompts["epoch"] * prompts["num_prompts"] + prompts["position"]
+            if taken != (trained := config.rollout.prompts * (num_pretraining + step)) + num_pending:
+                problems.append(f"step {step}: {taken} prompts, {trained} trained, {num_pending} pending")
     return problems
 
 

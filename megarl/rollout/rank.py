@@ -178,7 +178,7 @@ class RolloutRank:
                   called on all ranks
         on_keep_alive  called at each sign of life of the controller"""
         limit, shown_groups = self.config.log.samples, list[SampleGroup]()
-        started = 0.0
+        is_stored, started = asyncio.Event(), 0.0
 
         async def decide(controller: Controller) -> StepGroups:
             assert isinstance(controller, InFlightController)
@@ -189,7 +189,10 @@ class RolloutRank:
                 outcome.idle = controller.take_idle_seconds()
                 forgotten = controller.take_forgotten()
                 message = m.StoreRollout(order.number, outcome, controller.done, forgotten)
+                is_stored.clear()
                 await controller.hub.send_all(message)
+                # The stored state must be that of this moment: no group may be in the next batch yet.
+                await is_stored.wait()
 
             await controller.serve(first, send)
             return [], {}, {}
@@ -208,6 +211,7 @@ class RolloutRank:
             stored = store(message.number, batch, message.done)
             if self.controller is not None:
                 await self.controller.hub.send(m.TRAINER, stored)
+            is_stored.set()
 
         self.worker.transfer, self.worker.store = transfer, store_batch
         self.worker.on_keep_alive = on_keep_alive
