@@ -46,7 +46,7 @@ WARMUP = 3
 ALONE = ("alone_1", "alone_2")
 PHASES = ("distribute", "old_logprobs", "group_advantages", "actor_update")
 SEEDS = 8  # simulations, of some steps each
-STALENESS = 4  # bound with weights in flight
+STALENESS, ROOM = 4, 4  # bound with weights in flight; batches of responses that an engine has room for
 BOUND, POINTS = 0.15, 5  # relative error; percentage points of the idle share
 
 
@@ -176,7 +176,7 @@ def calibrate(steps: Sequence[tuple[Measured, int]]) -> Callable[[int], Costs]:
         return Costs(
             decode=lambda count, tokens: float(fixed + row * count + cached * tokens),
             prefill=0.0,
-            at_once=PROMPTS * GROUP,
+            at_once=ROOM * PROMPTS * GROUP,
             train=lambda tokens: {n: float(a + b * tokens / trainers) for n, (a, b) in own.items()},
             transfer=statistics.median(transfers),
             # A forward pass over known tokens, like the trainer's old log-probs.
@@ -210,7 +210,9 @@ def main() -> int:
         for ahead in given.ahead
     ]
     if given.in_flight:
+        # Room for all groups: else this engine waits until a quarter of its rows is free.
         keys = ["schedule.in_flight=retract", f"schedule.max_staleness={STALENESS}"]
+        keys.append(f"rollout.max_batch={ROOM * PROMPTS * GROUP}")
         split = Split(1, 1, max_staleness=STALENESS)
         asynchronous.append(("in_flight", f"in flight, staleness <= {STALENESS}", keys, split))
     if not given.keep:

@@ -25,6 +25,7 @@ from megarl.rollout.sampling import SamplingParams, stop_window
 DECODE_SECONDS = 0.1  # longest poll of an engine in this process, which blocks other coroutines
 YIELD_SECONDS = 0.001  # pause after such a poll: sleep(0) is too short to pass a message on
 POLL_SECONDS = 0.2  # longest poll of an engine in other processes
+IN_FLIGHT_SECONDS = 0.02  # the same with weights in flight: trainers wait for a poll's end
 
 
 class EpisodeAborted(BaseException):
@@ -38,8 +39,18 @@ class EngineClient:
 
     threads: run the polls, because user code may occupy the event loop's default threads."""
 
-    def __init__(self, engine: RolloutEngine, threads: Executor, *, continuous_batching: bool) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        threads: Executor,
+        *,
+        continuous_batching: bool,
+        weights_change: bool = False,
+    ) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
+        self._poll_seconds = POLL_SECONDS if continuous_batching else DECODE_SECONDS
+        if weights_change:
+            self._poll_seconds = IN_FLIGHT_SECONDS
         self.busy = 0.0  # seconds in which the engine had work
         self.recovered = asyncio.Event()
         self._count = 0
@@ -83,9 +94,9 @@ class EngineClient:
                 return
             if self.continuous_batching:
                 loop = asyncio.get_running_loop()
-                responses = await loop.run_in_executor(self.threads, self.engine.poll, POLL_SECONDS)
+                responses = await loop.run_in_executor(self.threads, self.engine.poll, self._poll_seconds)
             else:
-                responses = self.engine.poll(DECODE_SECONDS)
+                responses = self.engine.poll(self._poll_seconds)
         if any(data.finish_reason == "abort" for _, data in responses):
             raise EngineError("rollout: generation was aborted, the batch is not complete")
         self.busy += time.perf_counter() - start_time

@@ -89,7 +89,13 @@ class Worker:
 
         Errors go to the controller, except those of `recover`, which all ranks raise."""
         batching = self.config.rollout.capabilities.continuous_batching
-        self.link, self.client = link, EngineClient(self.engine, self.threads, continuous_batching=batching)
+        self.link = link
+        self.client = EngineClient(
+            self.engine,
+            self.threads,
+            continuous_batching=batching,
+            weights_change=self.config.schedule.in_flight != "none",
+        )
         self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
         self._tool_waits_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
