@@ -60,7 +60,8 @@ class InFlightRank(EngineRank):
             batch.metrics |= measure_staleness(batch, number, engines)
             self.generation.store(TRAIN, number, batch)
             if engines.rank == 0 and not self.config.checkpoint.rollouts:
-                remove_rollouts(rollouts_folder(self.config), 0, done)
+                # A checkpoint of step `done` needs the state in that step's manifest.
+                remove_rollouts(rollouts_folder(self.config), 0, done - 1)
             enter_phase("rollout", TRAIN, number + 1)
             inside = {name: value for name, value in batch.metrics.items() if name.startswith("inside/")}
             events = self.weight_sync.take_events() + self.dispensable.take()

@@ -15,12 +15,12 @@ class Calls(sglang_host.Calls):
     async def dump(self, path: str, ranks: int) -> None:
         """Write each rank's parameters to `path`, formatted with its rank."""
         payload = bytes(ForkingPickler.dumps([(path, torch.empty(0))]))
-        await self.begin()
+        await self.begin(None)
         request = self.io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * ranks, load_format=DUMP, flush_cache=False
         )
         self._check("dump", await self.manager.update_weights_from_tensor(request, None))
-        await self.end()
+        await self.end(None)
 
     async def read(self, folder: str) -> None:
         """Load Hugging Face's tensors of `folder` with SGLang's own loader."""

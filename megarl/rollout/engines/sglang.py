@@ -354,10 +354,9 @@ class SGLangEngine(SGLangRequests):
             try:
                 request, params = self._outstanding[number]
                 data = self._token_data(request, answer, routed=params.routing)
+                responses += self._sort_answer(number, data)
             except EngineFailure as failure:
                 self._failure = failure  # the next call raises it
-                continue
-            responses += self._sort_answer(number, data)
         return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:
