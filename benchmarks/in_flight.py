@@ -1,7 +1,8 @@
 """Measure a step of runs whose longest response has 8 times the mean length, on two ranks.
 
 Synchronous ranks generate and train. One step ahead and with weights in flight, one rank generates and
-one trains. An episode cuts each response at a length that its seed decides, so all runs have the same lengths.
+one trains. An episode cuts each response at a length that its seed decides, so all runs have the same
+lengths.
 
     python benchmarks/in_flight.py --steps 20
 """
