@@ -102,10 +102,10 @@ class EngineClient:
         self.busy += time.perf_counter() - start_time
         self._set_answers(responses)
 
-    async def call_between_polls(self, call: Callable[..., None], *arguments: Any) -> None:
+    async def call_between_polls(self, call: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """Call a function that uses the engine, while nothing else does."""
         async with self._polling:
-            call(*arguments)
+            await call(*arguments)
 
     def _set_answers(self, ended: Sequence[tuple[int, TokenData]]) -> None:
         for key, data in ended:
@@ -297,8 +297,8 @@ async def generate_turn(
         max_tokens: including `prefix`
     """
     data = await client.generate(tokens, seed, params, prefix, max_tokens)
-    if prefix is not None and params.stop:
-        data = _cut_at_stop(data, prefix.num_tokens, params.stop, tokenizer, len(tokens))
+    for start in _list_prefix_ends(data, prefix) if params.stop else ():
+        data = _cut_at_stop(data, start, params.stop, tokenizer, len(tokens))
     if not data.num_tokens and prefix is not None:
         data = prefix
     if data.policy_versions is None:
@@ -308,6 +308,14 @@ async def generate_turn(
             versions[: prefix.num_tokens] = prefix.policy_versions
         data = structs.replace(data, policy_versions=versions)
     return data
+
+
+def _list_prefix_ends(data: TokenData, prefix: TokenData | None) -> list[int]:
+    """Return where a request may have been sent again: after `prefix`, and where the version changes."""
+    ends = [] if prefix is None else [prefix.num_tokens]
+    if data.policy_versions is not None:
+        ends += (np.flatnonzero(np.diff(data.policy_versions)) + 1).tolist()
+    return sorted(set(ends))
 
 
 def _cut_at_stop(

@@ -34,7 +34,7 @@ class InFlightController(Controller):
         super().__init__(config, hub, ranks, take_prompts)
         self.steps: list[m.CollectRollout] = []
         self.done = 0
-        self._accepted = self._offered = 0  # groups, since the start
+        self._accepted = self._offered = 0.0  # groups of recent steps
         self._dropped, self._forgotten = 0, list[int]()
 
     async def serve(self, first: m.CollectRollout, store: Store) -> None:
@@ -96,12 +96,15 @@ class InFlightController(Controller):
         self.returned.insert(0, GroupRequest(group.prompt, ()))
 
     def _count_missing(self, collector: GroupCollector) -> int:
-        """Return how many groups to start, so that all ordered steps can be filled."""
-        prompts = self.config.rollout.prompts
-        missing = collector.missing + prompts * (len(self.steps) - 1)
-        # The prior, a step of accepted groups, matters only at first.
-        accepted_share = (self._accepted + prompts) / (self._offered + prompts)
-        return max(0, math.ceil(missing / accepted_share) - self.dispatcher.num_groups)
+        """Return how many groups to start, so that all ordered steps can be filled.
+
+        They have at most `max_batches` each. Before any group, all are expected to be accepted."""
+        rollout, num_steps = self.config.rollout, len(self.steps)
+        missing = collector.missing + rollout.prompts * (num_steps - 1)
+        accepted_share = (self._accepted + rollout.prompts) / (self._offered + rollout.prompts)
+        wanted = math.ceil(missing / accepted_share)
+        allowed = rollout.prompts * rollout.dynamic_sampling.max_batches * num_steps - len(collector.offered)
+        return max(0, min(wanted, allowed) - self.dispatcher.num_groups)
 
     def _finish_step(self, collector: GroupCollector) -> StepGroups:
         groups, stats, error_counts = super()._finish_step(collector)
@@ -109,6 +112,7 @@ class InFlightController(Controller):
         unused_groups = [group for group in collector.rejected if id(group) not in used_ids]
         self._forgotten += [sample.id for group in unused_groups for sample in group.samples]
         stats["rollout/dropped"], self._dropped = self._dropped, 0
+        self._accepted, self._offered = self._accepted / 2, self._offered / 2
         return groups, stats, error_counts
 
     def take_forgotten(self) -> list[int]:

@@ -177,6 +177,12 @@ class DataReports(Message):
     reports: dict[str, ReadReport]
 
 
+class TransferReady(Message):
+    """With weights in flight: the engines' ranks begin the transfer of `version`."""
+
+    version: int
+
+
 class RolloutStored(Message):
     stage: str
     number: int
@@ -204,7 +210,7 @@ Command = StartSamples | AbortSamples | SendTokenData | RestartEngines | StoreRo
 Report = (
     KeepAlive | RankReady | SamplesFinished | ToolWaitCount | RankFailed | SamplesAborted | TokenDataReply
 )
-Answer = DataReports | RolloutStored | EvaluationScores
+Answer = DataReports | TransferReady | RolloutStored | EvaluationScores
 encode_message = encode
 _decode = msgspec.msgpack.Decoder(Order | Command | Report | Answer, dec_hook=from_plain).decode
 

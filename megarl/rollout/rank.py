@@ -213,7 +213,12 @@ class RolloutRank:
                 await self.controller.hub.send(m.TRAINER, stored)
             is_stored.set()
 
-        self.worker.transfer, self.worker.store = transfer, store_batch
+        async def join_transfer(version: int) -> None:
+            if self.controller is not None:
+                await self.controller.hub.send(m.TRAINER, m.TransferReady(version))
+            transfer(version)
+
+        self.worker.transfer, self.worker.store = join_transfer, store_batch
         self.worker.on_keep_alive = on_keep_alive
         started = time.perf_counter()
         self._run_rollout(decide, ())

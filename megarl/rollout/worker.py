@@ -45,7 +45,7 @@ class Worker:
     store     stores a step's batch; called on all engine ranks
     on_keep_alive  called at each sign of life of the controller, as such a rollout has no limit of time"""
 
-    transfer: Callable[[int], None]
+    transfer: Callable[[int], Awaitable[None]]
     store: Callable[[m.StoreRollout], Awaitable[None]]
     on_keep_alive: Callable[[], None] | None = None
 

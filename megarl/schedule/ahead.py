@@ -156,28 +156,34 @@ class RemoteGeneration(BatchSource):
     def transfer(self) -> dict[str, float]:
         assert self.pending is not None
         self._send(m.TransferWeights(self.pending))
+        self._wait_for_engines()
         metrics = self.weight_sync.sync(self.pending).metrics()
         self.pending, orders, self._orders_after_transfer = None, self._orders_after_transfer, []
         for order in orders:
             self._send(order)
         return metrics
 
+    def _wait_for_engines(self) -> None:
+        """Return when the engines' ranks join the transfer. They are idle here, and do so at once."""
+
     def order_first_steps(self, done: int, checkpoint: Path | None) -> None:
         """Order the steps after `done`, or reuse a checkpoint's."""
         self.finished = self.ordered = done
         if self.runtime.rank == 0:  # later rollouts belong to another start
             remove_rollouts(rollouts_folder(self.config), done + 1)
-        for number in range(done + 1, min(done + 1 + self.ahead, self.steps) + 1):
+        for number in range(done + 1, self.steps + 1):
             rollout_dir = None if checkpoint is None else checkpoint / BATCHES / FOLDER.format(number)
             if rollout_dir is not None and broadcast_from_rank_0(self.runtime, rollout_dir.exists(), bool):
                 self._send(m.ReuseStoredRollout(str(rollout_dir), number))
-            else:
+            elif number <= done + 1 + self.ahead:
                 self._send(m.CollectRollout(TRAIN, number, done))
+            else:
+                break
 
     def order_next_step(self, done: int, unfinished: int | None) -> None:
         """Order the next rollout. unfinished: step of an incomplete checkpoint, which needs later ones"""
         number, last_unneeded = done + 1 + self.ahead, done if unfinished is None else min(done, unfinished)
-        if number <= self.steps:
+        if self.ordered < number <= self.steps:
             order = m.CollectRollout(TRAIN, number, last_unneeded)
             self._orders_after_transfer.append(order) if self.pending is not None else self._send(order)
 
@@ -294,6 +300,7 @@ class EngineRank:
                 case m.SendDataReports():
                     rollout_rank.answer(m.DataReports(dict(generation.reports)))
                 case m.TransferWeights(version):
+                    self._join_transfer(version)
                     enter_phase("weight_transfer", TRAIN, version)
                     with self.profiler.phase("weight_transfer"):
                         self.weight_sync.sync(version)
@@ -329,6 +336,9 @@ class EngineRank:
             remove_rollouts(rollouts_folder(self.config), 0, order.done)
         stored = m.RolloutStored(stage, number, metrics, batch.errors, events)
         self.generation.rollout_rank.answer(stored)
+
+    def _join_transfer(self, version: int) -> None:
+        """Answer trainers that wait for this rank to join a transfer. Here they do not."""
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
         folder, failure = rollouts_folder(self.config), None

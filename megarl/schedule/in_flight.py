@@ -29,6 +29,10 @@ class InFlightGeneration(RemoteGeneration):
     def can_transfer(self, *, wait: bool) -> bool:
         return self.pending is not None
 
+    def _wait_for_engines(self) -> None:
+        """Wait for running polls, or an engine's restart, which may outlast a collective's limit."""
+        self._wait_for_answer(m.TransferReady)
+
     def snapshot(self) -> dict[str, Any]:
         stage, number = self._last
         if stage == PRETRAINING:
@@ -45,6 +49,9 @@ class InFlightGeneration(RemoteGeneration):
 
 
 class InFlightRank(EngineRank):
+    def _join_transfer(self, version: int) -> None:
+        self.generation.rollout_rank.answer(m.TransferReady(version))
+
     def _collect(self, order: m.CollectRollout, enter_phase: Callable[..., None]) -> None:
         if order.stage == PRETRAINING:
             super()._collect(order, enter_phase)

@@ -204,9 +204,8 @@ class Server(Http):
             assert mine[name].shape == tensor.shape and mine[name].dtype == tensor.dtype, name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, "more was sent than the tensor"
             mine[name].detach().copy_(tensor)
-        if body["weight_version"] is not None:
-            assert body["flush_cache"]
-            self.model_info["weight_version"] = body["weight_version"]
+        self.model_info["weight_version"] = body["weight_version"]
+        if body["flush_cache"]:
             self.engine.end_update(0)
         return self.done(True, "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -254,3 +255,42 @@ def test_a_group_that_is_too_old_is_sampled_again() -> None:
 def test_the_oldest_version_of_a_group() -> None:
     samples = [Sample(0, 1, "stop", oldest_version=version) for version in (3, None, 2)]
     assert SampleGroup(Prompt(0, "", (1,), ""), samples, 4).oldest_version == 2
+
+
+def test_started_groups_have_a_limit_when_few_are_accepted() -> None:
+    """With groups that are all right, a step offers at most `max_batches`, and more never exist at once."""
+    running_counts = []
+
+    def choose(running: list[int]) -> list[int]:
+        running_counts.append(len(running))
+        return [i for i in running if i % 2 == 0] or running  # only right ones, then the others
+
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(SampleGroup, "is_mixed", property(lambda group: False))
+        stored = collect(choose, 6, 4, [0], dynamic=True)
+    assert [number for number, _ in stored] == list(range(1, 7))
+    # 3 prompts x 2 responses x 10 generation batches for each of 3 ordered steps
+    assert max(running_counts) <= 3 * 2 * 10 * 3
+
+
+@pytest.mark.parametrize("boundary", [2, 3, 4])
+def test_a_stop_text_across_an_update_ends_the_response(boundary: int) -> None:
+    """SGLang does not search the tokens that a request is sent again with."""
+    import asyncio
+
+    from megarl.rollout.episode import generate_turn
+
+    letters = "xa</b>yz"
+    data = TokenData(
+        list(range(8)), [-1.0] * 8, "length", policy_versions=[0] * boundary + [1] * (8 - boundary)
+    )
+
+    class Client:
+        async def generate(self, *arguments: Any) -> TokenData:
+            return data
+
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: "".join(letters[i] for i in tokens))
+    params = SamplingParams(8, stop=("</b>",))
+    turn = asyncio.run(generate_turn(Client(), (7,), 0, params, None, 8, tokenizer))  # type: ignore[arg-type]
+    assert (turn.num_tokens, turn.finish_reason) == (6, "stop")

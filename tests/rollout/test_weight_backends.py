@@ -81,8 +81,8 @@ class FullServer(Server):
     def adopt(self, tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> web.Response:
         for name, tensor in tensors.items():
             self.weights[name].detach().copy_(tensor)
-        if body["weight_version"] is not None:
-            self.model_info["weight_version"] = body["weight_version"]
+        self.model_info["weight_version"] = body["weight_version"]
+        if body["flush_cache"]:
             self.engine.end_update(0)
         return self.done(True, "")
 
@@ -205,14 +205,14 @@ class Client:
 
 @pytest.fixture
 def connect(folder: Path, servers: list[FullServer], tmp_path: Path) -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
+    clients: list[Client] = []
 
     def start(backend: str, **rollout: Any) -> Client:
-        made.append(Client(folder, servers, backend, tmp_path / "run", **rollout))
-        return made[-1]
+        clients.append(Client(folder, servers, backend, tmp_path / "run", **rollout))
+        return clients[-1]
 
     yield start
-    for client in made:
+    for client in clients:
         client.engine.stop()
 
 

@@ -201,14 +201,14 @@ def test_weights_change_while_responses_run(server: Server, mode: str) -> None:
     client.update(0, scales[0])
     asked = [GenerationRequest((3 + i, 9, 4), i, max_tokens=60 + 20 * (i % 8)) for i in range(24)]
     client.engine.submit(dict(enumerate(asked)), SamplingParams(400))
-    found: dict[int, TokenData] = {}
+    answers: dict[int, TokenData] = {}
     for version in (1, 2):
-        while len(found) < 4 * version:
-            found |= dict(client.engine.poll(60.0))
+        while len(answers) < 4 * version:
+            answers |= dict(client.engine.poll(60.0))
         client.update(version, scales[version])
     while client.engine.running:
-        found |= dict(client.engine.poll(60.0))
-    responses = [found[i] for i in range(24)]
+        answers |= dict(client.engine.poll(60.0))
+    responses = [answers[i] for i in range(24)]
     client.check_versions(asked, responses, scales)
     assert any(len(set(one.policy_versions.tolist())) > 1 for one in responses)
     assert all(one.policy_versions.tolist() == sorted(one.policy_versions) for one in responses)
@@ -232,10 +232,10 @@ def test_keep_needs_a_server_without_the_overlap_scheduler(
         client.engine.submit(dict(enumerate(asked)), SamplingParams(400))
         time.sleep(0.5)
         client.update(1, 1.5)
-        found = {}
+        answers: dict[int, TokenData] = {}
         while client.engine.running:
-            found |= dict(client.engine.poll(60.0))
-        responses = [found[i] for i in range(8)]
+            answers |= dict(client.engine.poll(60.0))
+        responses = [answers[i] for i in range(8)]
         assert any(set(one.policy_versions.tolist()) == {0, 1} for one in responses)
         # Tokens before the update are those of its weights.
         client.check_versions(asked, responses, {0: 1.0})

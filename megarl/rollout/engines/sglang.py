@@ -8,12 +8,15 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec import structs
+from packaging.version import InvalidVersion, Version
 
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
@@ -23,7 +26,7 @@ from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, list_unmet_requirements
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest, RolloutEngine, check_positions
-from megarl.rollout.engines.sglang_http import PAUSE_MODES
+from megarl.rollout.engines.sglang_http import OLDEST, PAUSE_MODES
 from megarl.rollout.engines.sglang_process import EngineProcess
 from megarl.rollout.sampling import SamplingParams, routing_array
 from megarl.weights.families import EXPERT_KEYS, Sizes, get_family, read_config
@@ -146,6 +149,13 @@ def end_at_limit(data: TokenData, request: GenerationRequest, params: SamplingPa
     return structs.replace(data, finish_reason="length") if is_full else data
 
 
+def is_older_sglang() -> bool:
+    """Return whether the installed SGLang is older than OLDEST. Custom builds are not."""
+    with suppress(PackageNotFoundError, InvalidVersion):
+        return Version(version("sglang")) < Version(OLDEST)
+    return False
+
+
 class SGLangEngine(SGLangRequests):
     """An engine on `rollout.engine_tp` ranks: rank r has shard r % engine_tp of engine r // engine_tp."""
 
@@ -159,6 +169,9 @@ class SGLangEngine(SGLangRequests):
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
+        if config.schedule.in_flight != "none" and is_older_sglang():
+            problem = f"needs SGLang {OLDEST} or later, which reports each token's version"
+            raise ConfigError(f"schedule.in_flight: {problem} (update it, or set it to none)")
         if device == "cuda" and (lines := list(list_unmet_requirements("sglang"))):
             raise ConfigError(f"rollout.engine: {lines[0]}")
 

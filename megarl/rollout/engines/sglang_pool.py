@@ -179,10 +179,11 @@ class ServerPool:
 
     def update_options(self, version: int | None) -> dict[str, Any]:
         """Return the options of a bucket. version: only with the update's last bucket"""
-        version_name = None if version is None else self.name_version(version)
         # A flush needs a server without running requests.
-        is_flushed = version_name is not None and self.pause_mode != "in_place"
-        return {"flush_cache": is_flushed, "weight_version": version_name}
+        is_flushed = version is not None and self.pause_mode != "in_place"
+        # A half-updated server must not answer under the old version.
+        name = self.name_version("updating" if version is None else version)
+        return {"flush_cache": is_flushed, "weight_version": name}
 
     async def read_checksums(self, skip: Sequence[str]) -> dict[str, list[dict[str, str]]]:
         checksums_by_url: dict[str, list[dict[str, str]]] = {}

@@ -156,6 +156,10 @@ class SGLangServers(SGLangRequests):
     def update_options(self, version: int | None) -> dict[str, Any]:
         return self.pool.update_options(version)
 
+    @property
+    def run_name(self) -> str:
+        return f"megarl-{self.pool.run}"
+
     def name_version(self, version: int) -> str:
         return self.pool.name_version(version)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -223,7 +224,9 @@ class TransformersEngine(RolloutEngine):
         with torch.inference_mode():
             for loop in self._loops:
                 responses += [(key, data) for key, (_, data) in loop.take_partials().items()]
-                responses += [(key, TokenData()) for key in loop.requests]
+                for key, request in loop.requests.items():
+                    prefix = request.prefix or TokenData()
+                    responses.append((key, structs.replace(prefix, finish_reason="abort")))
         self._loops.clear()
         return responses
 

@@ -150,13 +150,16 @@ class _Group:
             self._group = gloo(store, 0, self.world, options)
         else:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            # Its watchdog ends the process: `close` must come first.
+            options._timeout = 2 * self._timeout + timedelta(seconds=60)
             self._group = dist.ProcessGroupNCCL(store, 0, self.world, options)
 
     def broadcast(self, message: Tensor) -> None:
         """Send bytes. Raises RuntimeError if a member does not take them in time."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, self._timeout
+        options.rootRank = 0
+        if self.device.type == "cpu":
+            options.timeout = self._timeout
         group = self._group  # gloo's destructor waits for operations: let it run in this thread
         group.broadcast([message], options).wait(self._timeout)
         if self.device.type == "cuda":

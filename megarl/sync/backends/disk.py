@@ -1,6 +1,7 @@
 """Write weights to a file system that SGLang servers share, and let the servers load them.
 
-`rollout.weights.folder` has one numbered subfolder an update. It appears when it is complete."""
+A run has a subfolder of `rollout.weights.folder`, and in it one numbered folder an update. That appears when
+it is complete."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class DiskBackend(ServersBackend):
         self, engine: ServersEngine, parts: Sequence[Plan], memory: Staging
     ) -> list[dict[str, Tensor]]:
         self._writer = min(parts[0].targets)
-        self._root = (self.config.rollout.weights.folder or self.config.run_dir / "weights").absolute()
+        self._root = (self.config.run_dir / "weights").absolute()
+        if folder := self.config.rollout.weights.folder:  # other runs may share it
+            self._root = folder.absolute() / engine.run_name
         return super().connect(engine, parts, memory)
 
     def handle(self, bucket: int) -> bytes | None:

@@ -39,6 +39,10 @@ class ServersEngine(UpdatableEngine, Protocol):
     has_sessions: bool
 
     @property
+    def run_name(self) -> str:
+        """Return a name that only this run has."""
+
+    @property
     def updating_servers(self) -> Sequence[UpdatingServer]:
         """Return the servers that this update still reaches."""
 
