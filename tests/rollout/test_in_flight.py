@@ -258,15 +258,14 @@ def test_the_oldest_version_of_a_group() -> None:
 
 
 def test_started_groups_have_a_limit_when_few_are_accepted() -> None:
-    """With groups that are all right, a step offers at most `max_batches`, and more never exist at once."""
+    """Each ordered step has at most `max_batches`, although no group is accepted."""
     running_counts = []
 
     def choose(running: list[int]) -> list[int]:
         running_counts.append(len(running))
-        return [i for i in running if i % 2 == 0] or running  # only right ones, then the others
+        return running
 
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SampleGroup, "is_mixed", property(lambda group: False))
         stored = collect(choose, 6, 4, [0], dynamic=True)
     assert [number for number, _ in stored] == list(range(1, 7))

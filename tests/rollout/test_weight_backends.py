@@ -326,14 +326,18 @@ def test_a_server_that_lost_its_copy_gets_everything(servers: list[FullServer], 
 def test_the_folder_has_complete_updates_alone(
     servers: list[FullServer], connect: Any, tmp_path: Path
 ) -> None:
-    """At most two updates stay. An unfinished one goes, and SGLang's new model name is accepted."""
+    """At most two updates stay. An unfinished one goes, and SGLang's new model name is accepted.
+
+    Another run's updates in the same folder stay as they are."""
     client = connect("disk", weights=WeightsConfig(backend="disk", folder=tmp_path / "shared"))
-    (tmp_path / "shared" / ".partial" / "x").mkdir(parents=True)
+    folder = tmp_path / "shared" / client.engine.run_name
+    (folder / ".partial" / "x").mkdir(parents=True)
+    (tmp_path / "shared" / "megarl-other" / "update-000000").mkdir(parents=True)
     for version in range(4):
         client.update(version)
-    names = sorted(path.name for path in (tmp_path / "shared").iterdir())
-    assert names == ["update-000002", "update-000003"]
-    [model] = (tmp_path / "shared" / "update-000003").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["update-000002", "update-000003"]
+    assert (tmp_path / "shared" / "megarl-other" / "update-000000").exists()
+    [model] = (folder / "update-000003").iterdir()
     assert model.name == client.config.model.path.name
     found = {name: t for file in model.glob("*.safetensors") for name, t in load_file(file).items()}
     assert all(torch.equal(found[name], client.value(name, 3)) for name in client.weights)
