@@ -148,6 +148,13 @@ def test_weights_and_responses_are_those_of_http(
     client.engine.stop()
 
 
+def update_without_second(client: Client, servers: list[Server]) -> None:
+    """Kill the second server, and send version 1 to the other."""
+    servers[1].kill()
+    (note,) = client.update(1, 1.5)
+    assert note.startswith(f"rollout server {servers[1].url} is left out: ")
+
+
 @pytest.mark.parametrize("backend", OTHERS)
 def test_a_restarted_server_gets_the_current_version(
     backend: str, servers: list[Server], expected: dict[float, Any], tmp_path: Path
@@ -155,9 +162,7 @@ def test_a_restarted_server_gets_the_current_version(
     """While it is away the other server gets the weights; the client waits for nothing."""
     client = Client(servers, backend, tmp_path)
     client.update(0, 1.0)
-    servers[1].kill()
-    (note,) = client.update(1, 1.5)
-    assert note.startswith(f"rollout server {servers[1].url} is left out: ")
+    update_without_second(client, servers)
     check(client, servers[:1], expected[1.5])
     servers[1].start("--custom-weight-loader", LOADER)
     assert client.update(2, 1.0) == [f"rollout server {servers[1].url} is back, and gets the weights"]
@@ -173,9 +178,7 @@ def test_a_server_that_dies_within_an_update_is_left_out(
     client.update(0, 1.0)
     begin, client.backend.begin = client.backend.begin, lambda: None  # type: ignore[method-assign]
     begin()
-    servers[1].kill()
-    (note,) = client.update(1, 1.5)
-    assert note.startswith(f"rollout server {servers[1].url} is left out: ")
+    update_without_second(client, servers)
     check(client, servers[:1], expected[1.5])
     servers[1].start("--custom-weight-loader", LOADER)
     client.backend.begin = begin  # type: ignore[method-assign]
