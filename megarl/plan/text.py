@@ -278,7 +278,7 @@ def simulated(
 
 
 def scaled(scales: Iterable[Scale], work: RolloutWork, lengths: Lengths, where: str) -> Iterator[str]:
-    """Format the best splits by number of GPUs. The gain compares weights in flight with alternating ranks."""
+    """Format the best splits by number of GPUs. The gain is over alternating ranks."""
     yield from _describe_work(work, lengths, where)
     columns = f"{'in turn':>10s}{'ahead 1':>10s}{'in flight':>11s}{'gain':>6s}{'dropped':>9s}"
     yield f"{'GPUs':>6s}{columns}  best split"

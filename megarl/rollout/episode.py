@@ -25,7 +25,7 @@ from megarl.rollout.sampling import SamplingParams, stop_window
 DECODE_SECONDS = 0.1  # longest poll of an engine in this process, which blocks other coroutines
 YIELD_SECONDS = 0.001  # pause after such a poll: sleep(0) is too short to pass a message on
 POLL_SECONDS = 0.2  # longest poll of an engine in other processes
-IN_FLIGHT_SECONDS = 0.02  # the same with weights in flight: trainers wait for a poll's end
+IN_FLIGHT_SECONDS = 0.02  # the same with weights in flight, as trainers wait for a poll's end
 
 
 class EpisodeAborted(BaseException):
@@ -48,9 +48,9 @@ class EngineClient:
         weights_change: bool = False,
     ) -> None:
         self.engine, self.threads, self.continuous_batching = engine, threads, continuous_batching
-        self._poll_seconds = POLL_SECONDS if continuous_batching else DECODE_SECONDS
-        if weights_change:
-            self._poll_seconds = IN_FLIGHT_SECONDS
+        self._poll_seconds = DECODE_SECONDS
+        if continuous_batching:
+            self._poll_seconds = IN_FLIGHT_SECONDS if weights_change else POLL_SECONDS
         self.busy = 0.0  # seconds in which the engine had work
         self.recovered = asyncio.Event()
         self._count = 0
