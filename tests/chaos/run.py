@@ -29,7 +29,7 @@ def main(names: Sequence[str]) -> int:
             rows.append(measure(fault, folder, undisturbed_run(folder, fault)))
             print(line(rows[-1]), flush=True)
     bad = sum(not row.green for row in rows)
-    print(f"{len(rows) - bad} of {len(rows)} faults: no orphan, no hang, the same end to the bit")
+    print(f"{len(rows) - bad} of {len(rows)} faults: no orphan, no hang, the promised end")
     return int(bad > 0)
 
 
