@@ -17,6 +17,7 @@ from megarl.config.schema import (
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
+    ScheduleConfig,
     UpdateConfig,
 )
 from megarl.data.prompts import Prompt
@@ -108,6 +109,7 @@ def count(
         log=LogConfig(),
         parallel=ParallelConfig(timeout=600),
         update=UpdateConfig(),
+        schedule=ScheduleConfig(),
     )
     engine, right = Drawn(tokens), Right()
     rank = RolloutRank(config, ranks, engine, right, right)  # type: ignore[arg-type]
