@@ -36,7 +36,7 @@ def select_kl_cov(
     is_chosen = find_among_largest(
         runtime, covariance, random_numbers[token_indices], count_share(share, count)
     )
-    return _mark(batch, token_indices[is_chosen])
+    return mark_tokens(batch, token_indices[is_chosen])
 
 
 def select_clip_cov(
@@ -65,7 +65,7 @@ def select_clip_cov(
     is_chosen = find_among_largest(
         runtime, random_numbers[token_indices], random_numbers[token_indices], count_share(share, count)
     )
-    return _mark(batch, token_indices[is_chosen])
+    return mark_tokens(batch, token_indices[is_chosen])
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
@@ -87,7 +87,8 @@ def count_share(share: float, count: float) -> int:
     return max(1, int(share * count))
 
 
-def _mark(batch: TrainBatch, tokens: Tensor) -> Tensor:
+def mark_tokens(batch: TrainBatch, tokens: Tensor) -> Tensor:
+    """Return which tokens are among these positions, bool [T]."""
     selected = torch.zeros(batch.num_tokens, dtype=torch.bool)
     selected[tokens] = True
     return selected
