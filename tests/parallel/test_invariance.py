@@ -5,6 +5,7 @@ The reference is one rank with one micro-batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
 METHODS = Path(__file__).parents[2] / "configs/methods"
 for name in sorted(set(POLICY_LOSSES) - {options.get("surrogate", "ppo") for _, options in TERMS.values()}):
     preset = load_config(METHODS / f"{name}.yaml").algorithm.model_dump(exclude_defaults=True)
-    TERMS[name] = ("actor", {key: value for key, value in preset.items() if key != "advantage"})
+    tests = import_module(f"tests.algorithms.test_{name}")
+    options = preset | getattr(tests, "FOR_RANDOM_RATIOS", {})
+    TERMS[name] = ("actor", {key: value for key, value in options.items() if key != "advantage"})
 ACTS = {  # a statistic that shows that the surrogate treats some tokens differently from PPO
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
     **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
