@@ -60,6 +60,23 @@ def has_several_updates(c: Any) -> str:
     return f"algorithm.surrogate: {what} (lower update.mini_batch)"
 
 
+def has_no_penalties(c: Any) -> str:
+    """Require rewards that are not negative."""
+    a, r = c.algorithm, c.reward
+    what = f"must be >= 0 for algorithm.advantage {a.advantage}, which divides by the mean reward"
+    if r.incorrect < 0:
+        return f"reward.incorrect: {what} (got {r.incorrect:g}; set it to 0)"
+    for key, value in (
+        ("reward.overlong.soft_punishment", r.overlong.soft_punishment),
+        ("reward.model.weight", r.parts.get("model")),
+        ("algorithm.kl_reward", a.kl_reward),
+    ):
+        if value:
+            what = f"may make rewards negative, and algorithm.advantage {a.advantage} divides by their mean"
+            return f"{key}: {what} (set it to {'false' if value is True else 0})"
+    return ""
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
@@ -276,6 +293,13 @@ ADVANTAGES: dict[str, Advantage] = {
         phase="prompt_advantages",
         critic="prompts",
         returns="megarl.training.methods.sppo:add_prompt_returns",
+    ),
+    "maxrl": Advantage(
+        "megarl.algorithms.methods.maxrl:relative_rewards",
+        "(reward - the group's mean) / the group's mean",
+        "MaxRL",
+        requirements=(has_no_penalties,),
+        compares_group=True,
     ),
 }
 
