@@ -77,6 +77,14 @@ def has_no_penalties(c: Any) -> str:
     return ""
 
 
+def has_engine_ratio(c: Any) -> str:
+    """Require that the ratio is to the policy that sampled."""
+    a = c.algorithm
+    what = f"must be engine for algorithm.surrogate {a.surrogate}, whose ratio is to the policy that sampled"
+    fits = a.old_logprobs == "engine"
+    return "" if fits else f"algorithm.old_logprobs: {what} (got {a.old_logprobs})"
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
@@ -216,6 +224,31 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         ),
         requirements=(has_ordered_bounds("fipo"), has_several_updates),
         has_dual_clip=True,
+    ),
+    "vespo": PolicyLoss(
+        "megarl.algorithms.methods.vespo:vespo",
+        "log-prob times a smooth function of the response's ratio",
+        "VESPO",
+        options=(
+            Option(
+                "vespo.c1_positive", 2.0, "power of the ratio, advantage >= 0", "", "VESPO section 4.1", ge=0
+            ),
+            Option(
+                "vespo.c2_positive",
+                3.0,
+                "decay with the ratio, advantage >= 0",
+                "",
+                "VESPO section 4.1",
+                ge=0,
+            ),
+            Option(
+                "vespo.c1_negative", 3.0, "power of the ratio, advantage < 0", "", "VESPO section 4.1", ge=0
+            ),
+            Option(
+                "vespo.c2_negative", 2.0, "decay with the ratio, advantage < 0", "", "VESPO section 4.1", ge=0
+            ),
+        ),
+        requirements=(has_engine_ratio,),
     ),
 }
 
