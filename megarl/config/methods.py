@@ -250,6 +250,23 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         ),
         requirements=(has_engine_ratio,),
     ),
+    "m2po": PolicyLoss(
+        "megarl.algorithms.methods.m2po:m2po",
+        "tokens with the largest log-ratios left out, until a second moment is small",
+        "M2PO",
+        selector="megarl.training.methods.m2po:select_m2po",
+        selector_options=(
+            Option(
+                "m2po.threshold",
+                0.04,
+                "largest mean of (log ratio)^2 over tokens that moved in their advantage's direction",
+                "",
+                "arXiv 2510.01161",
+                gt=0,
+            ),
+        ),
+        requirements=(has_engine_ratio,),
+    ),
 }
 
 
