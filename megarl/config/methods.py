@@ -85,6 +85,20 @@ def has_engine_ratio(c: Any) -> str:
     return "" if fits else f"algorithm.old_logprobs: {what} (got {a.old_logprobs})"
 
 
+def has_advantages_of_responses(c: Any) -> str:
+    """Require one advantage for all tokens of a response."""
+    a = c.algorithm
+    if a.advantage in ("gae", "return"):
+        what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
+        return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
+    if c.has_teacher and not c.teacher.top_k:
+        what = (
+            f"a teacher's advantages differ by token, which algorithm.surrogate {a.surrogate} does not allow"
+        )
+        return f"teacher.top_k: {what} (set it, so that the teacher is a term of the loss)"
+    return ""
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
@@ -266,6 +280,12 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
             ),
         ),
         requirements=(has_engine_ratio,),
+    ),
+    "gmpo": PolicyLoss(
+        "megarl.algorithms.methods.gmpo:gmpo",
+        "geometric mean of a response's ratios, each clipped; clip_low and clip_high are logarithms",
+        "GMPO",
+        requirements=(has_advantages_of_responses,),
     ),
 }
 
