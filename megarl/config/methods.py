@@ -99,6 +99,27 @@ def has_advantages_of_responses(c: Any) -> str:
     return ""
 
 
+def has_only_right_or_wrong(c: Any) -> str:
+    """Require rewards of 1 and 0, and subsets that fit into a group."""
+    a, r, name = c.algorithm, c.reward, c.algorithm.advantage
+    for key, value, wanted in (
+        ("reward.correct", r.correct, 1),
+        ("reward.incorrect", r.incorrect, 0),
+        ("algorithm.kl_reward", a.kl_reward, 0),
+    ):
+        if value != wanted:
+            what = f"must be {wanted} for algorithm.advantage {name}, which counts right responses"
+            return f"{key}: {what} (got {value:g})"
+    if r.parts != {"verifier": 1}:
+        what = f"{name} counts right responses, so the verifier's reward must be the only one, of weight 1"
+        parts = ", ".join(f"{part} {weight:g}" for part, weight in r.parts.items())
+        return f"algorithm.advantage: {what} (got {parts or 'none'})"
+    if a.pass_at_k.k >= c.rollout.group_size:
+        what = f"must be < rollout.group_size {c.rollout.group_size}, as subsets would not differ"
+        return f"algorithm.pass_at_k.k: {what} (got {a.pass_at_k.k})"
+    return ""
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
@@ -369,6 +390,23 @@ ADVANTAGES: dict[str, Advantage] = {
         "(reward - the group's mean) / the group's mean",
         "MaxRL",
         requirements=(has_no_penalties,),
+        compares_group=True,
+    ),
+    "pass_at_k": Advantage(
+        "megarl.algorithms.methods.pass_at_k:pass_at_k",
+        "of a response in random subsets of its group, whose reward is 1 if any response is right",
+        "pass@k training",
+        options=(
+            Option(
+                "pass_at_k.k",
+                8,
+                "responses of a subset",
+                "responses",
+                "arXiv 2508.10751; 8: our choice",
+                ge=1,
+            ),
+        ),
+        requirements=(has_only_right_or_wrong,),
         compares_group=True,
     ),
 }
