@@ -120,6 +120,13 @@ def has_only_right_or_wrong(c: Any) -> str:
     return ""
 
 
+def has_trust_region(c: Any) -> str:
+    """Require a bound."""
+    bounds = c.algorithm.trust_region
+    what = "must be > 0 if mean_kl is 0, as otherwise there is no trust region"
+    return "" if bounds.max_kl or bounds.mean_kl else f"algorithm.trust_region.max_kl: {what} (got 0)"
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """One value of `algorithm.surrogate`.
@@ -307,6 +314,30 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "geometric mean of a response's ratios, each clipped; clip_low and clip_high are logarithms",
         "GMPO",
         requirements=(has_advantages_of_responses,),
+    ),
+    "trust_region": PolicyLoss(
+        "megarl.algorithms.methods.trust_region:trust_region",
+        "responses left out whose KL to the policy that sampled is too large",
+        "arXiv 2512.23075",
+        options=(
+            Option(
+                "trust_region.max_kl",
+                0.05,
+                "largest KL of a token, estimated by (log ratio)^2 / 2; 0: no bound",
+                "",
+                "arXiv 2512.23075",
+                ge=0,
+            ),
+            Option(
+                "trust_region.mean_kl",
+                0.0,
+                "largest mean KL of a response, estimated by ratio - 1 - log ratio; 0: no bound",
+                "",
+                "arXiv 2512.23075: 0.001 without max_kl",
+                ge=0,
+            ),
+        ),
+        requirements=(has_engine_ratio, has_trust_region),
     ),
 }
 
