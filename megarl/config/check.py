@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.drafts import draft_problems
 from megarl.config.errors import ConfigError
 from megarl.config.methods import POLICY_LOSSES
 from megarl.config.phases import WATCHED
@@ -391,6 +392,7 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if runner != "triton":
         what = f"moe_runner_backend: {runner} needs another order of expert weights"
         yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
+    yield from draft_problems(c)
 
 
 def _episode_problems(c: Config) -> Iterator[str]:
