@@ -66,7 +66,7 @@ def read_draft(pool: RankPool, folder: Path) -> dict[str, torch.Tensor]:
 def count_accepted(
     model: Any, prompt: tuple[int, ...], response: list[int], steps: int = 3
 ) -> tuple[int, int]:
-    """Return the accepted drafts and the passes of a response, by a loop with Hugging Face's model as the draft.
+    """Return a response's accepted drafts and passes, by a loop with Hugging Face's model as the draft.
 
     SGLang shows drafts a sequence without its first token."""
     tokens, known, accepted, passes = [*prompt, *response], len(prompt) + 1, 0, 0
@@ -99,7 +99,7 @@ def test_a_draft_changes_no_sample_and_no_transfer_changes_it(
 ) -> None:
     """Tokens are those of the transformers engine, log-probs the trainer's, at several temperatures.
 
-    The engine accepts what a loop accepts. The draft's weights are its folder's before and after transfers."""
+    The engine accepts what a loop accepts. The draft's weights stay its folder's."""
     target = make_tiny_model(tmp_path / "target", "llama", tied=False, **SIZES)
     draft = target if algorithm == "STANDALONE" else make_eagle(tmp_path / "eagle", target)
     pool = ranks(1, 1, 1)
