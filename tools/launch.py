@@ -1,5 +1,6 @@
-"""Runs and sweeps by NeMo-Run (extra `launch`): configurations x seeds, on this machine, Slurm, SkyPilot or
-Kubeflow.
+"""Start runs and sweeps with NeMo-Run: on this machine, Slurm, SkyPilot or Kubeflow.
+
+A sweep is configurations x seeds. The extras are `launch`, `skypilot` and `kubeflow`.
 
     python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
     python tools/launch.py configs/ablations/dapo_*.yaml steps=100 --seeds 0 1 --executor slurm --nodes 16

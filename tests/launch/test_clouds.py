@@ -27,7 +27,7 @@ KUBEFLOW = ["--executor", "kubeflow", "--image", "registry/megarl", "--namespace
 SKYPILOT = ["--executor", "skypilot", "--image", "registry/megarl", "--gpu-type", "H100"]
 RUN_DIR = "run_dir=/runs/vapo"
 VOLUME = ["--volume", "megarl:/runs"]
-# What a SkyPilot of its own makes of a task.
+# Prints what SkyPilot reads from a task.
 READ_TASK = """
 import json, sys
 from sky.task import Task
@@ -47,7 +47,7 @@ contexts: [{name: test, context: {cluster: test, user: test}}]
 def start(
     folder: Path, *arguments: str, program: tuple[str, ...] = (), given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the tool as a user does, or another program, with a home and a cluster's address of their own.
+    """Run the tool as a user does, or another program, with a temporary home and cluster address.
 
     Nobody listens at the address."""
     (folder / "kubeconfig").write_text(KUBECONFIG)

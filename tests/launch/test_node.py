@@ -1,4 +1,4 @@
-"""tools/node.sh as two nodes of this machine: preflight, ranks, a new attempt after a failure, signals."""
+"""tools/node.sh as two nodes of this machine: a new attempt after a failure, and signals."""
 
 from __future__ import annotations
 

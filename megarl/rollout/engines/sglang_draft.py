@@ -1,6 +1,6 @@
-"""Speculative decoding in SGLang's scheduler, written against 0.5.23: megarl's sampler verifies drafts.
+"""Verify drafts in SGLang's scheduler with megarl's sampler. Written against 0.5.23.
 
-SGLang's own verification knows no seeds of responses, and on a CPU it takes the likeliest token. Here each
+SGLang's own verification knows no seeds of responses, and on a CPU it verifies greedily. Here each
 token of a draft's chain is sampled from the target's logits, by the response's seed and the token's position.
 A draft is accepted as long as it equals these tokens, so it changes no token, only the time. The target's
 probability of a proposed token is also the rate at which rejection sampling accepts a draft that proposes one
@@ -48,10 +48,10 @@ class SeededVerification:
             logits, rows = logits_output.next_token_logits, batch.sampling_info.custom_params
             chosen = self.rows.choose(rows, logits, verify_input.positions, width)
         if chosen is None:
-            found: tuple[Tensor, Tensor, Tensor] = self.own(
+            result: tuple[Tensor, Tensor, Tensor] = self.own(
                 verify_input, batch, logits_output, *rest, **options
             )
-            return found
+            return result
         tokens, logprobs = chosen
         requests, device = len(batch.seq_lens), tokens.device
         predict = torch.zeros(tokens.shape, dtype=torch.int32, device=device)
