@@ -28,6 +28,13 @@ def has_draft(rollout: RolloutConfig) -> bool:
     return ALGORITHM in rollout.engine_options
 
 
+def count_steps(rollout: RolloutConfig) -> int:
+    """Return the tokens of a draft."""
+    steps = rollout.engine_options.get("speculative_num_steps", STEPS)
+    assert isinstance(steps, int)  # draft_problems has checked it
+    return steps
+
+
 def draft_problems(c: Config) -> Iterator[str]:
     """Yield what megarl's verification of drafts does not allow, or has not been examined with it."""
     options, key = c.rollout.engine_options, "rollout.engine_options"

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 from packaging.version import InvalidVersion, Version
 
-from megarl.config.drafts import ALGORITHM, STEPS, check_draft, has_draft
+from megarl.config.drafts import ALGORITHM, check_draft, count_steps, has_draft
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
@@ -297,7 +297,7 @@ class SGLangEngine(SGLangRequests):
 
     def _draft_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults for a draft model, which transfers leave alone: its folder has its weights."""
-        steps = int(self.config.rollout.engine_options.get("speculative_num_steps", STEPS))
+        steps = count_steps(self.config.rollout)
         chain: dict[str, Any] = {
             "speculative_num_steps": steps,
             "speculative_num_draft_tokens": steps + 1,
