@@ -63,6 +63,7 @@ endif
 GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+CLOUDS := .venv-clouds
 DOCS := .venv-docs
 TE := .te-cpu
 COMPILED := $(CURDIR)/tests/te/compiled
@@ -87,7 +88,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types docs format trl results bench gpu gpu-8 gpu-kit gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch test-clouds chaos lint size types docs format trl results bench gpu gpu-8 gpu-kit gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -212,6 +213,15 @@ $(LAUNCH)/installed: pyproject.toml requirements-launch.txt
 	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c requirements-launch.txt torch
 	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-launch.txt -e .
 	$(LAUNCH)/bin/python -m pip check
+	@touch $@
+
+test-clouds: $(CLOUDS)/installed ## the jobs of tools/launch.py for SkyPilot and Kubeflow, as manifests, in an environment of their own (.venv-clouds, 0.9 GB)
+	$(CLOUDS)/bin/python -m pytest --noconftest tests/launch/test_clouds.py $(ARGS)
+
+$(CLOUDS)/installed: requirements-clouds.txt
+	$(PYTHON) -m venv $(CLOUDS)
+	$(CLOUDS)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-clouds.txt
+	$(CLOUDS)/bin/python -m pip check
 	@touch $@
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt

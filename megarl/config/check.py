@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.drafts import draft_problems
 from megarl.config.errors import ConfigError
 from megarl.config.methods import METHODS, POLICY_LOSSES, method_options
 from megarl.config.phases import WATCHED
@@ -381,6 +382,7 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if runner != "triton":
         what = f"moe_runner_backend: {runner} needs another order of expert weights"
         yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
+    yield from draft_problems(c)
 
 
 def _episode_problems(c: Config) -> Iterator[str]:

@@ -46,6 +46,8 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
     turn_rewards     float64 [num_tokens], each turn's reward on its last token
+    accepted_drafts  tokens of a draft model that the engine accepted
+    verifications    passes that verified drafts; 0: without a draft model
     journal          log to replay a multi-turn episode; stays on its rank"""
 
     tokens: np.ndarray = msgspec.field(default_factory=_empty)
@@ -56,6 +58,8 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     is_sampled: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
     journal: list[Any] = msgspec.field(default_factory=list)
+    accepted_drafts: int = 0
+    verifications: int = 0
 
     def __post_init__(self) -> None:
         for name, dtype in DTYPES.items():
@@ -100,6 +104,8 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             column = np.concatenate([getattr(self, name), np.array(new_columns[name], dtype)])
             setattr(self, name, column)
         self.routed_experts = turn.routed_experts
+        self.accepted_drafts += turn.accepted_drafts
+        self.verifications += turn.verifications
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -116,6 +122,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     id                unique within a run; 0: not assigned
     num_tokens        with observations; 0 means `num_sampled`
     turns, calls      model turns and tool calls of the episode
+    accepted_drafts   as in TokenData; likewise verifications
     prefix_tokens     sampled by earlier steps (`rollout.window`)
     data              None on every rank but the owner"""
 
@@ -139,6 +146,8 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     calls: int = 0
     has_turn_rewards: bool = False
     prefix_tokens: int = 0
+    accepted_drafts: int = 0
+    verifications: int = 0
     data: TokenData | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +165,8 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             experts_format=None if experts is None else (str(experts.dtype), experts.shape[1:]),
             num_tokens=data.num_tokens,
             has_turn_rewards=data.turn_rewards is not None,
+            accepted_drafts=data.accepted_drafts,
+            verifications=data.verifications,
             data=data,
             **fields,
         )

@@ -37,6 +37,16 @@ def compute_step_metrics(
     return stats | length_error(finished_groups) | source_stats(finished_groups), dict(error_counts)
 
 
+def accept_length(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean tokens of a verification: the accepted ones of a draft, and the next one.
+
+    Empty without a draft model."""
+    verifications = sum(r.verifications for r in responses)
+    if not verifications:
+        return {}
+    return {"rollout/accept_length": 1 + sum(r.accepted_drafts for r in responses) / verifications}
+
+
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of at least one response.
 
@@ -65,6 +75,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         **({"reward/score": mean_score(responses)} if has_scores else {}),
+        **accept_length(responses),
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
     for name, flag in (("right", True), ("wrong", False)):

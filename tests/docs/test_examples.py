@@ -58,6 +58,12 @@ def test_configurations_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert f"examples/{name}.yaml" in told
 
 
+def test_the_configuration_of_a_draft_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/sglang/test_draft.py trains with it."""
+    monkeypatch.chdir(ROOT)
+    check_config(load_config(EXAMPLES / "draft.yaml"), "draft")
+
+
 def test_reward() -> None:
     terms = load_config(EXAMPLES / "own_reward.yaml").reward.terms
     with VerifierPool("own_reward:near", 1, 10.0, terms=terms) as pool:

@@ -180,6 +180,15 @@ def test_the_limit_names_who_has_failed(error, graded, kind, message):
     assert str(caught.value).startswith(message) and error in str(caught.value)
 
 
+def test_the_accepted_length_counts_all_verifications():
+    """Two responses: 3 drafts accepted in 2 passes, and 0 in 1: on average one beside that of the pass."""
+    first, second, *rest = group(0, 1).samples
+    assert "rollout/accept_length" not in response_stats([first, second, *rest])
+    with_drafts = structs.replace(first, accepted_drafts=3, verifications=2)
+    without = structs.replace(second, verifications=1)
+    assert response_stats([with_drafts, without, *rest])["rollout/accept_length"] == 2.0
+
+
 def test_lengths_and_reflection_by_hand():
     """The first of three responses (2, 3 and 4 tokens) is correct; means over no responses are left out."""
     plain = group(0, 1).samples
@@ -319,7 +328,8 @@ def test_samples_and_tokens_survive_the_wire():
                 getattr(told.data[5], name), "dtype", 0
             )
         nothing = structs.asdict(one.data.first(0, 2)).items()
-        assert all(column is None or not len(column) for name, column in nothing if name != "finish_reason")
+        columns = [column for name, column in nothing if name != "finish_reason"]
+        assert not any(len(column) if hasattr(column, "__len__") else column for column in columns)
 
 
 def test_state_survives_json_exactly():

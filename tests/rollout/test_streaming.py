@@ -384,19 +384,22 @@ def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(w
     assert found == [([8, 8], [["None", "it died"]])] * 2
 
 
+NO_DRAFTS = (0, 0)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("ValueError: no", "SGLang: generate: ValueError: no"),
-        (([5, 6], [-1.0, -2.0], "stop", [("3", 2)], None), "weights of version 3, not 4"),
-        (([5, 6], [-1.0], "stop", [("4", 2)], None), "2 tokens with 1 log-probabilities"),
-        (([], [], "stop", [], None), "0 tokens"),
-        (([5], [-1.0], "error", [("4", 1)], None), "ended by error"),
-        (([5, 307], [-1.0, -2.0], "stop", [("4", 2)], None), "outside of the vocabulary of 307"),
-        (([5], [float("nan")], "stop", [("4", 1)], None), "not a finite number"),
-        (([5], [float("-inf")], "stop", [("4", 1)], None), "not a finite number"),
-        (([5, 6], [-1.0, -2.0], "stop", [("4", 1)], None), "of which weights' versions"),
-        (([5], [0.5], "length", [("4", 1)], None), "not a finite number below 0"),
+        (([5, 6], [-1.0, -2.0], "stop", [("3", 2)], None, NO_DRAFTS), "weights of version 3, not 4"),
+        (([5, 6], [-1.0], "stop", [("4", 2)], None, NO_DRAFTS), "2 tokens with 1 log-probabilities"),
+        (([], [], "stop", [], None, NO_DRAFTS), "0 tokens"),
+        (([5], [-1.0], "error", [("4", 1)], None, NO_DRAFTS), "ended by error"),
+        (([5, 307], [-1.0, -2.0], "stop", [("4", 2)], None, NO_DRAFTS), "outside of the vocabulary of 307"),
+        (([5], [float("nan")], "stop", [("4", 1)], None, NO_DRAFTS), "not a finite number"),
+        (([5], [float("-inf")], "stop", [("4", 1)], None, NO_DRAFTS), "not a finite number"),
+        (([5, 6], [-1.0, -2.0], "stop", [("4", 1)], None, NO_DRAFTS), "of which weights' versions"),
+        (([5], [0.5], "length", [("4", 1)], None, NO_DRAFTS), "not a finite number below 0"),
     ],
 )
 def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
@@ -404,8 +407,13 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._token_data(GenerationRequest((7,), 0), ([5], [-1.0], "stop", [("4", 1)], None))
+    good = engine._token_data(GenerationRequest((7,), 0), ([5], [-1.0], "stop", [("4", 1)], None, NO_DRAFTS))
     assert good == TokenData([5], [-1.0], "stop", [4])
+    request = GenerationRequest(
+        (7,), 0, TokenData([9], [-1.0], "abort", [4], accepted_drafts=1, verifications=2)
+    )
+    continued = engine._token_data(request, ([5], [-1.0], "stop", [("4", 1)], None, (3, 4)))
+    assert (continued.accepted_drafts, continued.verifications) == (4, 6)
     with pytest.raises(EngineFailure, match=message):
         engine._token_data(GenerationRequest((7,), 0), answer)
 
@@ -426,7 +434,9 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
 
     def answered(experts: np.ndarray | None, finish: str = "stop") -> TokenData:
         encoded = None if experts is None else base64.b64encode(experts.tobytes()).decode()
-        return engine._token_data(request, ([5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded), routed=True)
+        return engine._token_data(
+            request, ([5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded, NO_DRAFTS), routed=True
+        )
 
     routing = answered(chosen).routed_experts
     assert routing is not None and routing.dtype == np.int16 and routing.shape == (6, 2, 3)

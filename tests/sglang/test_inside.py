@@ -83,6 +83,24 @@ def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
     assert not step(sampler, info, [10, 8])[1] & BLOCKING
 
 
+def test_a_chains_tokens_are_those_of_its_request() -> None:
+    """Each position of each request is sampled with the request's own seed and settings."""
+    from megarl.rollout.engines.sglang_inside import SeededRows
+
+    rows = [row(11, 3), row(12, 5, temperature=0.7, top_p=0.9), row(13, 4)]
+    positions = torch.tensor([[7, 8, 9, 10], [5, 6, 7, 8], [4, 5, 6, 7]])
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(0))
+    chosen = SeededRows().choose(rows, logits, positions.flatten(), 4)
+    assert chosen is not None
+    for i, (own, place) in enumerate(
+        (own, place) for own, line in zip(rows, positions, strict=True) for place in line
+    ):
+        params = SamplingParams(0, own["temperature"], own["top_p"], own["top_k"])
+        index = torch.tensor([int(place) + 1 - own["prompt"]])
+        token, logprob = choose(logits[i : i + 1], torch.tensor([own["seed"]]), index, params)
+        assert chosen[0][i] == token[0] and chosen[1][i] == logprob[0]
+
+
 def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket's memory is overwritten as soon as SGLang has answered."""
     from megarl.rollout.engines.sglang_inside import load_shards

@@ -18,6 +18,7 @@ import torch
 from msgspec import structs
 from packaging.version import InvalidVersion, Version
 
+from megarl.config.drafts import ALGORITHM, check_draft, count_steps, has_draft
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
@@ -84,13 +85,14 @@ class SGLangRequests(RolloutEngine):
         """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
-            answer: (tokens, log-probs, finish reason, versions, experts in base64), or an error. versions: a
-                pair for each run of tokens that one version sampled: its name and the end
+            answer: (tokens, log-probs, finish reason, versions, experts in base64, drafts), or an error.
+                versions: a pair for each run of tokens that one version sampled: its name and the end.
+                drafts: accepted tokens of a draft model, and passes that verified them
             names: what versions' names have before the number
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, named_versions, routing = answer
+        tokens, logprobs, finish, named_versions, routing, (accepted, verifications) = answer
         prefix = request.prefix or TokenData()
         count, vocab = len(tokens), self.hf_config["vocab_size"]
         is_known_finish = finish in ("stop", "length", "abort")
@@ -112,7 +114,11 @@ class SGLangRequests(RolloutEngine):
         prefix_versions: Any = () if prefix.policy_versions is None else prefix.policy_versions
         versions = np.array([*prefix_versions, *new_versions])
         columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
-        return TokenData(*columns, finish, versions, experts)
+        accepted += prefix.accepted_drafts
+        verifications += prefix.verifications
+        return TokenData(
+            *columns, finish, versions, experts, accepted_drafts=accepted, verifications=verifications
+        )
 
     def _read_versions(
         self, named_versions: Sequence[tuple[str, int]], count: int, names: str
@@ -169,6 +175,9 @@ class SGLangEngine(SGLangRequests):
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
+        if has_draft(config.rollout) and is_older_sglang():
+            problem = f"needs SGLang {OLDEST} or later, whose updates can leave a draft model alone"
+            raise ConfigError(f"rollout.engine_options: {problem} (update it)")
         if config.schedule.in_flight != "none" and is_older_sglang():
             problem = f"needs SGLang {OLDEST} or later, which reports each token's version"
             raise ConfigError(f"schedule.in_flight: {problem} (update it, or set it to none)")
@@ -179,7 +188,13 @@ class SGLangEngine(SGLangRequests):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError if SGLang would repack FP8 weights on this GPU."""
+        """Raise ConfigError if a draft does not fit, or SGLang would repack FP8 weights on this GPU."""
+        if has_draft(config.rollout):
+            check_draft(config.rollout, hf_config)
+            family = get_family(hf_config)
+            if device.type == "cpu" and (family.is_linear or family.is_latent):
+                problem = "drafts of this model family are not verified on a CPU (leave it out)"
+                raise ConfigError(f"rollout.engine_options: {ALGORITHM}: {problem}")
         if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
             return
         capability = torch.cuda.get_device_capability(device)
@@ -276,7 +291,24 @@ class SGLangEngine(SGLangRequests):
                 # Other runners, like Blackwell's default, order an expert's gate and up differently
                 # (FusedMoE._weight_loader_impl), and do not return routed experts.
                 arguments["moe_runner_backend"] = MOE_RUNNER
+        if has_draft(rollout):
+            arguments |= self._draft_arguments(arguments)
         return arguments | rollout.engine_options
+
+    def _draft_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults for a draft model, which transfers leave alone: its folder has its weights."""
+        steps = count_steps(self.config.rollout)
+        chain: dict[str, Any] = {
+            "speculative_num_steps": steps,
+            "speculative_num_draft_tokens": steps + 1,
+            "speculative_eagle_topk": 1,
+            "speculative_draft_load_format": "auto",
+        }
+        if self.device.type == "cpu":
+            # Slots of chains, of which SGLang allocates two in advance.
+            slots = 2 * (steps + 1) * self.config.rollout.max_batch
+            return chain | {"max_total_tokens": arguments["max_total_tokens"] + slots}
+        return chain | {"enable_draft_weights_cpu_backup": True}  # `sleep` frees the draft too
 
     def _environment(self) -> dict[str, str]:
         # By default, states of linear attention's convolutions are bf16.

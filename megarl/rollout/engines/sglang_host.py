@@ -101,10 +101,12 @@ class Calls:
 
     0.5.15 has no weight-update sessions; 0.5.23 refuses updates without one."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, has_draft: bool = False) -> None:
         from sglang.srt.managers import io_struct
 
         self.engine, self.manager, self.io = engine, engine.tokenizer_manager, io_struct
+        # Else an update would write the target's weights into the draft model too.
+        self.only_target = {"selector": "target"} if has_draft else {}
 
     @staticmethod
     def _check(what: str, result: Any) -> None:
@@ -119,7 +121,7 @@ class Calls:
         if pause is not None:
             await self.manager.pause_generation(self.io.PauseGenerationReqInput(mode=pause))
         if hasattr(self.manager, "begin_weight_update"):
-            request = self.io.BeginWeightUpdateReqInput()
+            request = self.io.BeginWeightUpdateReqInput(**self.only_target)
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool, flush: bool) -> None:
@@ -131,6 +133,7 @@ class Calls:
             load_format=f"{load_shards.__module__}.{load_shards.__name__}",
             flush_cache=flush,
             weight_version=str(version) if last else None,
+            **self.only_target,
         )
         self._check(
             "update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None)
@@ -254,7 +257,8 @@ class Host:
             spans = meta.get("weight_versions") or ()  # older SGLangs have none
             versions = [(span["version"], span["end"]) for span in spans]
             versions = versions or [(meta["weight_version"], len(tokens))]
-            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"))
+            drafts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
+            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"), drafts)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1
@@ -297,7 +301,8 @@ def main(calls: type[Calls] = Calls) -> None:
         run_scheduler_process_func = staticmethod(run_scheduler)
 
     engine = SeededEngine(**arguments)
-    Host(engine, connection, calls(engine)).serve()
+    has_draft = "speculative_algorithm" in arguments
+    Host(engine, connection, calls(engine, has_draft)).serve()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ class KeepParams(CustomLogitProcessor):
         return logits
 
 
-class SeededSampler(Sampler):
-    """Samples by sampling.py.
+class SeededRows:
+    """Samples by sampling.py for the requests of a batch.
 
     `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
     extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
@@ -42,10 +42,17 @@ class SeededSampler(Sampler):
     _prompts: Tensor  # lengths, int64 [rows]
     _rows_by_params: list[tuple[SamplingParams, Tensor | None]]  # None: all rows
 
-    def forward(
-        self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
-    ) -> Tensor:
-        rows, logits = sampling_info.custom_params, logits_output.next_token_logits
+    def choose(
+        self, rows: Any, logits: Tensor, positions: Tensor, width: int = 1
+    ) -> tuple[Tensor, Tensor] | None:
+        """Sample the token after each position; None if a request has no params.
+
+        Args:
+            rows: `custom_params` of the requests
+            logits: [requests * width, vocab]; positions: int64 [requests * width], of the preceding tokens
+            width: positions of a request
+
+        Returns tokens int64 and log-probs float32, [requests * width] each."""
         count = len(rows or ())
         if rows and (rows is not self._rows or count != self._count):
             self._rows, self._count = rows, count
@@ -53,21 +60,24 @@ class SeededSampler(Sampler):
             if self._all_have_params:
                 self._copy(rows, logits.device)
         if not rows or not self._all_have_params:  # SGLang's own requests
-            tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
-            return tokens
-        index = rest[2] + 1 - self._prompts
+            return None
+        seeds, prompts = self._seeds, self._prompts
+        if width > 1:
+            seeds, prompts = seeds.repeat_interleave(width), prompts.repeat_interleave(width)
+        index = positions + 1 - prompts
         if len(self._rows_by_params) == 1:
-            tokens, logprobs = choose(logits, self._seeds, index, self._rows_by_params[0][0])
-        else:
-            tokens = torch.empty_like(index)
-            logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-            for params, indices in self._rows_by_params:
-                tokens[indices], logprobs[indices] = choose(
-                    logits[indices], self._seeds[indices], index[indices], params
-                )
-        logits_output.next_token_logprobs = logprobs
-        self._sync_token_ids_across_tp(tokens, sampling_info)
-        return tokens
+            return choose(logits, seeds, index, self._rows_by_params[0][0])
+        tokens = torch.empty_like(index)
+        logprobs = torch.empty(len(index), dtype=torch.float32, device=logits.device)
+        for params, indices in self._rows_by_params:
+            assert indices is not None
+            if width > 1:
+                offsets = torch.arange(width, device=indices.device)
+                indices = (indices[:, None] * width + offsets).flatten()
+            tokens[indices], logprobs[indices] = choose(
+                logits[indices], seeds[indices], index[indices], params
+            )
+        return tokens, logprobs
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
 
@@ -87,6 +97,21 @@ class SeededSampler(Sampler):
         self._prompts = copy_to_device([row["prompt"] for row in rows])
 
 
+class SeededSampler(SeededRows, Sampler):
+    """SGLang's sampler, for a token per request."""
+
+    def forward(
+        self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
+    ) -> Tensor:
+        chosen = self.choose(sampling_info.custom_params, logits_output.next_token_logits, rest[2])
+        if chosen is None:
+            tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
+            return tokens
+        tokens, logits_output.next_token_logprobs = chosen
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
 def run_scheduler(*arguments: Any, **options: Any) -> None:
     """Run SGLang's scheduler with our sampler, on a CPU with our kernels."""
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -94,6 +119,10 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
     register_sampler_backend(BACKEND, SeededSampler)
     if not torch.cuda.is_available():
         _prepare_cpu()
+    if arguments[0].speculative_algorithm:
+        from megarl.rollout.engines import sglang_draft
+
+        sglang_draft.install()
     run_scheduler_process(*arguments, **options)
 
 

@@ -275,7 +275,7 @@ class SGLangServers(SGLangRequests):
         tokens = response.output_ids
         versions = [(span.version, span.end) for span in meta.weight_versions]
         versions = versions or [(meta.weight_version, len(tokens))]
-        answer = tokens, logprobs, finish, versions, None
+        answer = tokens, logprobs, finish, versions, None, (0, 0)
         return self._token_data(request, answer, names=self.pool.name_version(""))
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
