@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub in place of paths, such as `Qwen/Qwen3-0.6B` and `openai/gsm8k:main/train`.
+"""Replace names of the Hugging Face hub, such as `openai/gsm8k:main/train`, by local paths.
 
 `local_inputs` downloads the files before ranks start, and replaces each name by its path in the hub's cache.
 Nothing else knows of the hub. Its files are read as data: code from the hub never runs."""

@@ -78,7 +78,7 @@ def cache(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "cache"
 
 
-def config_of(tmp_path: Path, *overrides: str, train: str = "openai/gsm8k:main/train") -> Config:
+def make_config(tmp_path: Path, *overrides: str, train: str = "openai/gsm8k:main/train") -> Config:
     file = tmp_path / "x.yaml"
     file.write_text(
         f"{{recipe: dapo, run_dir: {tmp_path}/run, steps: 1, model: {{path: Tiny/Qwen2.5-0.5B}}, "
@@ -107,7 +107,7 @@ def config_of(tmp_path: Path, *overrides: str, train: str = "openai/gsm8k:main/t
 def test_names_and_paths(
     text: str, found: tuple[str, str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What exists is a path."""
+    """Existing files and folders are paths."""
     monkeypatch.chdir(tmp_path)
     Path("here/is").mkdir(parents=True)
     name = parse_name(Path(text), "dataset", "key")
@@ -117,7 +117,7 @@ def test_names_and_paths(
 
 
 def test_downloads_only_what_a_run_reads(server: HubServer, cache: Path, tmp_path: Path) -> None:
-    given = config_of(tmp_path)
+    given = make_config(tmp_path)
     config = local_inputs(given, given.run_dir / RECORD)
     commit = server.models["Tiny/Qwen2.5-0.5B"].revisions["main"]
     assert config.model.path == cache / "models--Tiny--Qwen2.5-0.5B" / "snapshots" / commit
@@ -145,13 +145,13 @@ def test_downloads_only_what_a_run_reads(server: HubServer, cache: Path, tmp_pat
 
 
 def test_a_run_keeps_its_revision(server: HubServer, cache: Path, tmp_path: Path) -> None:
-    given = config_of(tmp_path)
+    given = make_config(tmp_path)
     first = local_inputs(given, given.run_dir / RECORD)
     newer = server.models["Tiny/Qwen2.5-0.5B"].push({"config.json": b"{}", "model.safetensors": b""})
     assert local_inputs(given, given.run_dir / RECORD) == first
     assert local_inputs(given, None, first=False).model.path.name == newer
     older = first.model.path.name
-    chosen = config_of(tmp_path, f"model.path=Tiny/Qwen2.5-0.5B@{older}")
+    chosen = make_config(tmp_path, f"model.path=Tiny/Qwen2.5-0.5B@{older}")
     assert local_inputs(chosen).model.path == first.model.path
     record = json.loads((given.run_dir / RECORD).read_text())
     assert record["model Tiny/Qwen2.5-0.5B"]["commit"] == older
@@ -160,7 +160,7 @@ def test_a_run_keeps_its_revision(server: HubServer, cache: Path, tmp_path: Path
 def test_other_ranks_wait_for_the_record(
     server: HubServer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = config_of(tmp_path)
+    given = make_config(tmp_path)
     monkeypatch.setattr(hub, "RECORD_LIMIT", 0.1)
     with pytest.raises(hub.WaitTimeout, match=r"rank 0 has not written it within 0\.1 s"):
         local_inputs(given, given.run_dir / RECORD, first=False)
@@ -211,7 +211,7 @@ def test_errors(overrides: str, line: str, server: HubServer, cache: Path, tmp_p
     gated.push({"config.json": b"{}", "model.safetensors": b""})
     pickle.push({"config.json": b"{}", "pytorch_model.bin": b""})
     with pytest.raises(ConfigError) as error:
-        local_inputs(config_of(tmp_path, overrides))
+        local_inputs(make_config(tmp_path, overrides))
     assert str(error.value).startswith(line.format(url=server.url))
 
 
@@ -223,7 +223,7 @@ def test_without_the_hub(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The cache suffices, with HF_HUB_OFFLINE and if the hub cannot be reached."""
-    given = config_of(tmp_path)
+    given = make_config(tmp_path)
     use_hub(monkeypatch, server.url, cache, offline=True)
     with pytest.raises(ConfigError, match=r"it is not in the hub's cache .* HF_HUB_OFFLINE is set"):
         local_inputs(given)
@@ -240,7 +240,7 @@ def test_without_the_hub(
     with pytest.raises(
         ConfigError, match=r"model.path: a/b: .* cannot be reached.* \(connect, give a local path"
     ):
-        local_inputs(config_of(tmp_path, "model.path=a/b"))
+        local_inputs(make_config(tmp_path, "model.path=a/b"))
     use_hub(monkeypatch, server.url, cache, offline=True)
     next(first.model.path.glob("*.safetensors")).unlink()
     with pytest.raises(ConfigError, match="safetensors is not in the hub's cache"):
@@ -255,7 +255,7 @@ def test_a_broken_download_continues(
     server.models["Tiny/Large"] = large = Repository()
     large.push({"config.json": b"{}", "model.safetensors": content})
     server.broken.add("model.safetensors")
-    config = local_inputs(config_of(tmp_path, "model.path=Tiny/Large"))
+    config = local_inputs(make_config(tmp_path, "model.path=Tiny/Large"))
     assert (config.model.path / "model.safetensors").read_bytes() == content
     ranges = [
         range for method, path, range in server.requests if method == "GET" and path.endswith("l.safetensors")
@@ -300,13 +300,13 @@ def test_converted_copy(server: HubServer, cache: Path, tmp_path: Path) -> None:
     row = {"0": {"from": "human", "value": "1 + 1?"}, "1": {"ground_truth": {"value": "2"}}}
     copied = parquet(row)  # type: ignore[arg-type]
     commit = repository.push({"default/train/0000.parquet": copied}, branch="refs/convert/parquet")
-    config = local_inputs(config_of(tmp_path, train="owner/script"))
+    config = local_inputs(make_config(tmp_path, train="owner/script"))
     path = config.data.train[0].path
     assert path is not None and commit in path.parts
     assert pinned(path) == Path(f"owner/script@{commit}:default/train/0000.parquet")
     del server.datasets["owner/script"].revisions["refs/convert/parquet"]
     with pytest.raises(ConfigError, match=r"has no .parquet or .jsonl file"):
-        local_inputs(config_of(tmp_path, train="owner/script:train"))
+        local_inputs(make_config(tmp_path, train="owner/script:train"))
 
 
 @pytest.mark.parametrize(
