@@ -16,6 +16,7 @@ from typer import Option, Typer
 from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.hub import RECORD, describe_models, local_inputs
 from megarl.config.load import dump_yaml
 from megarl.config.phases import GROUPS, resident_groups, select_phases, select_stages
 from megarl.config.recipes import AHEAD_PRESET, IN_FLIGHT_PRESET, PRESETS
@@ -61,6 +62,11 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
 
     config = load_config(path, overrides)
     check_config(config, str(path))
+    try:
+        config = local_inputs(config, None, config.run_dir / RECORD, cached_only=True)
+    except ConfigError as problem:
+        print(f"{path}: the configuration is valid; without a download its files were not checked: {problem}")
+        return 0
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
         note = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
@@ -296,6 +302,8 @@ def plan(
             raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
         raise ConfigError(f"{path}: recipe: sft generates no responses (use --simulate with another recipe)")
+    if model is None:
+        config = describe_models(config)
     model_name, hf_config = planning_config(config.model.path, model)
     runs_on_cpu = (
         config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None

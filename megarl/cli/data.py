@@ -11,6 +11,7 @@ from typer import Option, Typer
 from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.hub import RECORD, local_inputs
 from megarl.config.schema import DataEntry
 from megarl.config.text import printable
 
@@ -49,10 +50,12 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    from megarl.schedule.tokenizer_checks import check_tokenizer
-    from megarl.weights.megatron import open_model
+    config = local_inputs(config, None, config.run_dir / RECORD, tokenizer_only=True)
+    entries = config.data.eval if held_out else config.data.train
+    from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
+    from megarl.weights.families import read_config
 
-    tokenizer = check_tokenizer(config, open_model(config.model.path))
+    tokenizer = check_tokenizer(config, ModelDescription(config.model.path, read_config(config.model.path)))
     if config.has_engine or held_out:
         examples, report = _read_prompts(config, name, entries, tokenizer, held_out=held_out, mcp=mcp)
     else:

@@ -21,6 +21,7 @@ from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import atomic_file, mark_required
+from megarl.config.hub import RECORD, local_folder, local_inputs
 from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 
@@ -61,8 +62,13 @@ def evaluate(
     from megarl.schedule.evaluation import find_policy
 
     def check() -> None:
+        nonlocal config, checkpoint
+        from megarl.parallel.runtime import launched_rank
         from megarl.schedule.preflight import preflight_evaluation
 
+        known, first = config.run_dir / RECORD, launched_rank() == 0
+        config = local_inputs(config, folder / RECORD, known, first=first)
+        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint")
         policy, weights = find_policy(config, checkpoint)
         key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
         preflight_evaluation(policy, str(path), key, weights=weights is None)

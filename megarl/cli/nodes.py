@@ -11,6 +11,7 @@ from typer import Option
 from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.cli.ranks import checks_packages
 from megarl.config import Config, load_config
+from megarl.config.hub import RECORD, local_inputs
 
 PLANNED = "0: on GPUs the estimate of `megarl plan`"
 
@@ -46,6 +47,7 @@ def preflight(
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
+    config = local_inputs(config, config.run_dir / RECORD, first=node == 0)
     place = NodePlace(node, nodes, host, port, limit)
     notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"

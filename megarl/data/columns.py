@@ -23,6 +23,7 @@ _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_TURNS_PROMPT, _TURNS_ANSWER = "0.value", "1.ground_truth.value"  # Open-Reasoner-Zero: a row is two turns
 MAX_RESPONSE = 1 << 22
 
 
@@ -42,7 +43,7 @@ def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
         for name in (key.split(".")[0], key)
     ]
     answers = () if response_key else (_OTHER_ANSWER, _SOLUTION)
-    columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES]
+    columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES, _TURNS_PROMPT[0], _TURNS_ANSWER[0]]
     return [*dict.fromkeys(columns), "data_source", "extra_info"]
 
 
@@ -76,6 +77,8 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    if value is None:
+        value = value_at(row, _TURNS_PROMPT)
     no_prompt_error = UnusableRow(
         f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}"
     )
@@ -191,6 +194,8 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
         column, value = _find_column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
     if value is None:
         column, value = _find_reply(row, "data.answer_key", path)
+    if value is None:
+        value = value_at(row, _TURNS_ANSWER)
     if isinstance(value, str) and column.lower() in WORKED:
         value = final_answer(value)
     if value is None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import describe_error, is_inside, read_json
 from megarl.config.methods import method_options
+from megarl.config.hub import pinned
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
 from megarl.config.schema.section import Section, fields
 from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
@@ -169,7 +170,17 @@ def _plain(value: Any) -> Any:
         value = value.model_dump()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return str(value.absolute()) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        name = pinned(value)  # the hub's cache may move
+        return str(value.absolute() if name == value else name)
+    return value
+
+
+def _pin_texts(value: Any) -> Any:
+    """Pin the paths of settings that an older version wrote."""
+    if isinstance(value, list):
+        return [_pin_texts(item) for item in value]
+    return str(pinned(Path(value))) if isinstance(value, str) and "/snapshots/" in value else value
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
@@ -177,6 +188,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
     Keys that only one version of megarl has are not compared, except ADDED."""
     settings, saved_settings = list_fixed_settings(config), ADDED | checkpoint.settings
+    saved_settings = {key: _pin_texts(value) for key, value in saved_settings.items()}
     if saved_settings.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
             del settings[f"rollout.dynamic_sampling.{key}"]

@@ -138,7 +138,8 @@ _RENDERING = frozenset(
 class DataConfig(Section):
     train: tuple[DataEntry, ...] = field(
         (),
-        "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; or sections {gym}",
+        "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; "
+        "data sets of the hub, owner/name:configuration/split; or sections {gym}",
     )
     eval: tuple[EvaluationSet, ...] = field(
         (), "held-out files, same formats: paths, or sections {path or gym, name, every, samples}"
