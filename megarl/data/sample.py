@@ -117,6 +117,8 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     num_tokens        with observations; 0 means `num_sampled`
     turns, calls      model turns and tool calls of the episode
     prefix_tokens     sampled by earlier steps (`rollout.window`)
+    judge             `Opinion.costs` of reward.judge, and agrees: 1 if it and the rule say the same; empty
+                      if not asked
     data              None on every rank but the owner"""
 
     owner: int
@@ -139,6 +141,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     calls: int = 0
     has_turn_rewards: bool = False
     prefix_tokens: int = 0
+    judge: dict[str, float] = msgspec.field(default_factory=dict)
     data: TokenData | None = None
 
     def __post_init__(self) -> None:

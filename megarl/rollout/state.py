@@ -31,6 +31,7 @@ SAMPLE_KEYS = {
     "turns": "turns",
     "calls": "calls",
     "prefix_tokens": "begun",
+    "judge": "judge",
 }
 TOKEN_KEYS = {
     "tokens": "tokens",

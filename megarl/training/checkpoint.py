@@ -70,6 +70,8 @@ FREE = (
     *("rollout.weights", "schedule.max_staleness"),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
+    *("reward.judge.url", "reward.judge.key_variable", "reward.judge.concurrency", "reward.judge.timeout"),
+    *("reward.judge.retries", "reward.judge.max_calls", "reward.judge.max_tokens", "reward.judge.cache"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 # Not free: in bf16 the sum of the micro-batches' gradients differs.
@@ -83,6 +85,7 @@ ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.in_flight": "none"}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
+ADDED |= {"reward.judge.model": ""}
 
 
 @dataclass(frozen=True)
