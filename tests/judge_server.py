@@ -17,24 +17,24 @@ Reply = str | tuple[int, dict[str, str], Any]
 CODE = re.compile(r"\[begin NAME (\w+)\]")
 
 
-def message_of(body: dict[str, Any]) -> str:
+def get_message(body: dict[str, Any]) -> str:
     [message] = body["messages"]
     assert message["role"] == "user"
     return str(message["content"])
 
 
-def code_of(body: dict[str, Any]) -> str:
+def get_code(body: dict[str, Any]) -> str:
     """Return the code of a request's quotes, from megarl's own first lines."""
-    found = CODE.search(message_of(body))
+    found = CODE.search(get_message(body))
     assert found is not None
     return found[1]
 
 
 def split_quotes(body: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """Return what a request says outside its quotes, and the quotes by name, as a careful judge reads it."""
-    code, quotes = code_of(body), {}
+    code, quotes = get_code(body), {}
     parts = re.split(
-        rf"^\[begin (\w+) {code}\]\n(.*?)\n\[end \1 {code}\]$", message_of(body), flags=re.M | re.S
+        rf"^\[begin (\w+) {code}\]\n(.*?)\n\[end \1 {code}\]$", get_message(body), flags=re.M | re.S
     )
     for name, text in zip(parts[1::3], parts[2::3], strict=True):
         quotes[name] = text
@@ -120,4 +120,4 @@ def right_if_reference(body: dict[str, Any]) -> str:
     """Score 10 if the response holds the reference, else 2; the reason comes first."""
     _, quotes = split_quotes(body)
     score = 10 if quotes["reference"] in quotes["response"] else 2
-    return f"The response was compared.\nScore {code_of(body)}: {score}"
+    return f"The response was compared.\nScore {get_code(body)}: {score}"

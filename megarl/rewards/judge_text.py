@@ -1,4 +1,4 @@
-"""What a judge reads and what its reply says. A response must not be able to address the judge.
+"""The message to a judge, and the score in its reply. A response must not be able to address the judge.
 
 Each text stands between two lines with a code that only this call has, and the score line has it too."""
 
@@ -57,7 +57,7 @@ def make_code(*texts: str) -> str:
         code = hashlib.sha256(content).hexdigest()[:16]
         if not any(code in text for text in texts):
             return code
-    raise AssertionError("texts hold a thousand of their own hashes")
+    raise AssertionError("the texts hold a thousand hashes of themselves")
 
 
 def cut(text: str, limit: int, code: str) -> str:

@@ -20,7 +20,7 @@ from megarl.config.schema import JudgeConfig
 from megarl.rewards import judge as judge_module
 from megarl.rewards.judge import Judge, Opinion, ScoreCache, check_judge, combine, parse_retry_after
 from megarl.rewards.judge_text import Unscored, parse_score, render
-from tests.judge_server import Reply, code_of, completion, right_if_reference, serve, split_quotes
+from tests.judge_server import Reply, completion, get_code, right_if_reference, serve, split_quotes
 
 QUESTION, REFERENCE = "What is 2 + 2?", "4"
 
@@ -38,7 +38,7 @@ def ask(judge: Judge, responses: Sequence[str], **options: Any) -> list[Opinion]
 
 
 def scored(number: float) -> Callable[[dict[str, Any]], str]:
-    return lambda body: f"Because.\nScore {code_of(body)}: {number}"
+    return lambda body: f"Because.\nScore {get_code(body)}: {number}"
 
 
 def test_scores_and_costs() -> None:
@@ -55,7 +55,7 @@ def test_scores_and_costs() -> None:
     outside, quotes = split_quotes(again)
     assert quotes == {"question": QUESTION, "reference": REFERENCE, "response": "It is 4."}
     assert "from 0 (worst) to 10 (best)" in outside and again["temperature"] == 0
-    assert code_of(first) != code_of(again)
+    assert get_code(first) != get_code(again)
     # The same response is asked in the same words and with the same seed, also by another process.
     assert [body for body in endpoint.bodies if body == again] == [again, again]
 
@@ -97,7 +97,7 @@ def test_failures_are_ungraded(answer: Reply, reason: str, error: str) -> None:
 
 @pytest.mark.parametrize("number", ["11", "-1", "10.01"])
 def test_scores_outside_the_range_are_ungraded(number: str) -> None:
-    with serve(lambda body: f"Score {code_of(body)}: {number}") as endpoint:
+    with serve(lambda body: f"Score {get_code(body)}: {number}") as endpoint:
         [opinion] = ask(Judge(endpoint.config(), 0), ["4"])
     assert opinion.score is None and opinion.error == "reward.judge: a score is outside 0 to 10"
 

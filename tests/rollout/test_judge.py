@@ -26,7 +26,7 @@ from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.grading import Grader
 from megarl.rollout.rank import RolloutRank
 from tests.engines import load_folder
-from tests.judge_server import Endpoint, code_of, serve, split_quotes
+from tests.judge_server import Endpoint, get_code, serve, split_quotes
 from tests.rollout.conftest import TINIEST, state_of, threads
 from tests.tiny_models import make_tiny_model
 
@@ -66,7 +66,7 @@ def make_config(endpoint: Endpoint, **reward: Any) -> Config:
 def by_length(body: dict[str, Any]) -> str:
     """Score the number of characters of the response, up to 9; no score for those that are divisible by 5."""
     length = len(split_quotes(body)[1]["response"])
-    return "I cannot tell." if length % 5 == 0 else f"Score {code_of(body)}: {min(length, 9)}"
+    return "I cannot tell." if length % 5 == 0 else f"Score {get_code(body)}: {min(length, 9)}"
 
 
 class EvenLength:
@@ -170,13 +170,13 @@ def test_nothing_graded_ends_the_run_with_the_judges_error(world: Any) -> None:
 
 
 def test_an_aborted_response_is_not_graded_and_its_call_is_not_lost(tmp_path: Path, world: Any) -> None:
-    """`take_queue` returns responses that wait for the judge; the call goes on and fills the cache."""
+    """`take_queue` returns responses that wait for the judge; the call continues and fills the cache."""
     gate, asked = threading.Event(), threading.Event()
 
     def wait(body: dict[str, Any]) -> str:
         asked.set()
         gate.wait(60)
-        return f"Score {code_of(body)}: 7"
+        return f"Score {get_code(body)}: 7"
 
     async def act(grader: Grader, judge: Judge) -> list[Sample]:
         reported: list[Sample] = []

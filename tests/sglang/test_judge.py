@@ -23,7 +23,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         place / "tiny", "qwen3", tied=True, head_dim=16, hidden=64, ffn=96, max_positions=4096
     )
     made = Server(folder, place / "log")
-    made.start("--served-model-name", "tiny-judge")
+    # Else noise may be whitespace of a JSON object without end.
+    made.start("--served-model-name", "tiny-judge", "--constrained-json-disable-any-whitespace")
     yield made
     made.kill()
 
