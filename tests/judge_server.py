@@ -56,6 +56,11 @@ def completion(text: str, finish: str = "stop", **message: Any) -> dict[str, Any
     }
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # with the usual 5, many connections at once wait for seconds
+
+
 class Endpoint:
     """url; bodies and headers of its requests; `most`: requests at the same time"""
 
@@ -76,8 +81,7 @@ class Endpoint:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
 
     def handle(self, request: BaseHTTPRequestHandler) -> None:
