@@ -21,6 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.schedule.preflight import preflight
 from megarl.weights.hf import HFFolder
 from tests.cli.scene import Scene, write_jsonl
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
@@ -232,6 +234,9 @@ class TestKeys:
             keys = (f"reward.judge.url={url}", "reward.judge.model=m", "reward.judge.retries=0")
             line = scene.train_refused(*keys)  # the socket does not listen
         assert line.startswith(f"reward.judge.url: {url}: fails on a made-up response: no connection (")
+        # A replay uses recorded rewards: it needs neither the endpoint nor the key.
+        config = load_config(scene.config, [*keys, "reward.judge.key_variable=NO_SUCH_KEY"])
+        preflight(config, str(scene.config), replay=True)
 
     def test_cuda_where_there_is_none(self, scene: Scene) -> None:
         assert scene.train_refused("parallel.device=cuda") == (
