@@ -1,6 +1,7 @@
-"""The message to a judge, and the score in its reply. A response must not be able to address the judge.
+"""The message to a judge, and the score in its reply.
 
-Each text stands between two lines with a code that only this call has, and the score line has it too."""
+A response must not be able to address the judge. Each text stands between two
+lines with a code that only this call has, and the score line has it too."""
 
 from __future__ import annotations
 
