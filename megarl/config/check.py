@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megarl.config.drafts import draft_problems
 from megarl.config.errors import ConfigError
 from megarl.config.methods import METHODS, POLICY_LOSSES, method_options
 from megarl.config.phases import WATCHED
-from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
+from megarl.config.schema import JUDGE, Config, OptimizerConfig, RewardConfig, RolloutConfig
+from megarl.config.schema.judge import CODE
 from megarl.config.schema.section import Section
 
 # Keys and sections that only runs with a critic, or with rollouts, use.
@@ -25,6 +27,7 @@ SAMPLED = (
     "rollout.routing_compare",
     "reward.overlong",
     "reward.model",
+    "reward.judge",
     "reward.terms",
     "reward.weight",
     "teacher",
@@ -48,10 +51,16 @@ READ_WITH = {
     **{f"algorithm.{option.key}": (switch, names) for option, switch, names in method_options()},
 }
 
+# Fields of a request to a judge that megarl sets.
+RESERVED = {
+    *("model", "messages", "temperature", "seed", "max_completion_tokens", "max_tokens"),
+    *("n", "stream", "response_format"),
+}
+
 # Folders of run_dir that a run may replace.
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "critic_2_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
+    *("heartbeat", "hf", "judge", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 
@@ -434,9 +443,9 @@ def _reward_problems(c: Config) -> Iterator[str]:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
     has_model = reward.model.path is not None
-    term_weights = [term.weight for term in reward.terms.values()]
+    term_weights = [*reward.term_weights.values()]
     if not any((reward.weight, *term_weights, has_model and reward.model.weight)):
-        what = "0, and neither a term of reward.terms nor a reward model has a weight"
+        what = "0, and neither a term of reward.terms nor a judge or reward model has a weight"
         yield f"reward.weight: {what} (give one of them a weight)"
     if sampling.enabled and sampling.by == "score" and not (reward.weight or any(term_weights)):
         what = "score: only the reward model rewards, and groups are filtered before it scores them"
@@ -452,6 +461,8 @@ def _reward_problems(c: Config) -> Iterator[str]:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"
             yield f"reward.terms: {what} (got {name!r})"
+    if reward.judge_is_term and JUDGE in reward.terms:
+        yield f"reward.terms.{JUDGE}: is the name of the score of reward.judge (choose another name)"
 
 
 def _window_problems(c: Config) -> Iterator[str]:
@@ -529,8 +540,46 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
             yield f"rollout.{key}: is not for rollout.engine sglang_url (leave it out)"
 
 
+def _judge_problems(reward: RewardConfig) -> Iterator[str]:
+    judge, key = reward.judge, "reward.judge"
+    parts = urlsplit(judge.url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"{key}.url: {judge.url!r} is no http or https address (e.g. http://127.0.0.1:30000/v1)"
+    elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        what = "must hold no user, password or query, because it is logged"
+        yield f"{key}.url: {what} (name the key's variable in {key}.key_variable)"
+    if not judge.model:
+        yield f"{key}.model: must name the model of the endpoint"
+    if "{response}" not in judge.template:
+        yield f"{key}.template: has no {{response}}, so the judge would see no response (add it)"
+    try:
+        has_group = re.compile(judge.pattern.replace(CODE, "0")).groups > 0
+    except re.error as error:
+        yield f"{key}.pattern: is no regular expression: {error}"
+    else:
+        if not has_group:
+            yield f"{key}.pattern: has no group around the score (write e.g. Score: (\\d+))"
+    if judge.lowest >= judge.highest:
+        yield f"{key}.lowest: must be below {key}.highest {judge.highest:g} (got {judge.lowest:g})"
+    if judge.votes > 1 and not judge.temperature:
+        what = f"{judge.votes} votes at temperature 0 are one answer"
+        yield f"{key}.votes: {what} (raise {key}.temperature, or set votes to 1)"
+    if reserved := judge.options.keys() & RESERVED:
+        yield f"{key}.options: {min(reserved)} is set by megarl (leave it out)"
+    if reward.verifier == JUDGE and judge.weight != type(judge)().weight:
+        what = "has no effect with reward.verifier judge"
+        yield f"{key}.weight: {what} (set reward.weight, or choose a rule as the verifier)"
+
+
 def evaluation_problems(c: Config) -> Iterator[str]:
-    """Yield problems of the entries of data.eval."""
+    """Yield problems of the entries of data.eval, and of a judge."""
+    if c.reward.judge.url is not None:
+        yield from _judge_problems(c.reward)
+    elif c.reward.verifier == JUDGE:
+        yield "reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"
+    else:
+        what = "has no effect without a judge (set reward.judge.url)"
+        yield from _unused(c, what, "reward.judge")
     index_by_name: dict[str, int] = {}
     for i, entry in enumerate(c.data.eval):
         key = f"data.eval[{i}].name"

@@ -124,6 +124,8 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     turns, calls      model turns and tool calls of the episode
     accepted_drafts   as in TokenData; likewise verifications
     prefix_tokens     sampled by earlier steps (`rollout.window`)
+    judge             `Opinion.costs` of reward.judge, and agrees: 1 if it and the rule say the same; empty
+                      if not asked
     data              None on every rank but the owner"""
 
     owner: int
@@ -148,6 +150,7 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     prefix_tokens: int = 0
     accepted_drafts: int = 0
     verifications: int = 0
+    judge: dict[str, float] = msgspec.field(default_factory=dict)
     data: TokenData | None = None
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ SAMPLE_KEYS = {
     "turns": "turns",
     "calls": "calls",
     "prefix_tokens": "begun",
+    "judge": "judge",
 }
 TOKEN_KEYS = {
     "tokens": "tokens",
@@ -123,6 +124,8 @@ def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = 
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None
         fields = {key: getattr(sample, name) for name, key in SAMPLE_KEYS.items()}
+        if not sample.judge:  # without a judge, the keys are those of earlier versions
+            del fields["judge"]
         responses.append(fields | _token_state(data))
     return {"prompt": _prompt_state(group.prompt), "responses": responses, "version": group.policy_version}
 

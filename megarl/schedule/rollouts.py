@@ -42,6 +42,7 @@ SAMPLING_KEYS = (
     *("rollout.agent", "rollout.turns"),
     *("reward.verifier", "reward.correct", "reward.incorrect", "reward.timeout", "reward.weight"),
     "reward.terms",
+    "reward.judge",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
 # A rank's columns [n], and an empty batch with the types of columns [T].

@@ -72,6 +72,8 @@ FREE = (
     *("rollout.weights", "schedule.max_staleness"),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
+    *("reward.judge.url", "reward.judge.key_variable", "reward.judge.concurrency", "reward.judge.timeout"),
+    *("reward.judge.retries", "reward.judge.max_calls", "reward.judge.max_tokens", "reward.judge.cache"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 # Not free: in bf16 the sum of the micro-batches' gradients differs.
@@ -86,6 +88,7 @@ ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.i
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
 ADDED |= {f"algorithm.{option.key}": option.default for option, _, _ in method_options()}
+ADDED |= {"reward.judge.model": ""}
 
 
 @dataclass(frozen=True)

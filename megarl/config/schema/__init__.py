@@ -14,6 +14,7 @@ from megarl.config.schema.critic import CriticConfig
 from megarl.config.schema.data import DataConfig, DataEntry, EvaluationSet, GymConfig, GymTask
 from megarl.config.schema.evaluation import EvaluationConfig
 from megarl.config.schema.guard import GuardConfig
+from megarl.config.schema.judge import JUDGE, JudgeConfig
 from megarl.config.schema.log import LogConfig
 from megarl.config.schema.model import Fp8Config, ModelConfig
 from megarl.config.schema.parallel import ParallelConfig
@@ -30,6 +31,7 @@ from megarl.config.schema.watchdog import WatchdogConfig
 
 __all__ = [
     "EVALUATION",
+    "JUDGE",
     "PRETRAINING",
     "SUPERVISED",
     "TRAIN",
@@ -49,6 +51,7 @@ __all__ = [
     "GuardConfig",
     "GymConfig",
     "GymTask",
+    "JudgeConfig",
     "LogConfig",
     "LoraConfig",
     "MismatchConfig",
