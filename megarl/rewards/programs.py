@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import megarl
 from megarl.rewards.plain_values import UnknownValueError, decode
 from megarl.rewards.process import START_LIMIT
+from megarl.rewards.sandbox import remove_tree
 
 MAX_OUTPUT = 1 << 20  # bytes beyond twice the expected output
 _REPLY_LIMIT = 10.0  # seconds beyond a program's limit
@@ -68,6 +70,8 @@ class Programs:
             self._zygote.kill()
             self._zygote.wait()
             self._zygote = None
+            with suppress(OSError):
+                remove_tree(self._folder)
 
     def start(self) -> None:
         """Start the process, if it does not run. Raises ProgramError."""
@@ -75,14 +79,14 @@ class Programs:
             return
         self.close()
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        folder = tempfile.mkdtemp(prefix="megarl-program-")
+        self._folder = Path(tempfile.mkdtemp(prefix="megarl-program-"))
         home = {name: os.environ[name] for name in ("PYTHONHOME", "LD_LIBRARY_PATH") if name in os.environ}
         # Without site, which imports more than programs need, and with no editable installation's finder.
         paths = [path or os.getcwd() for path in sys.path] + [str(Path(megarl.__file__).parents[1])]
         self._zygote = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOT),
-                *(str(other_end.fileno()), folder, *paths),
+                *(str(other_end.fileno()), str(self._folder), *paths),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
