@@ -4,8 +4,8 @@ An answer's process never has an expected result. Tests with expected results ru
 calls the answer's functions by messages."""
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import builtins
 import json
@@ -107,6 +107,7 @@ class _Answer:
 
     def __init__(self, replies: IO[str], requests: IO[str]) -> None:
         self._replies, self._requests = replies, requests
+        self.has_ended = False
 
     def read(self, handle: int, name: str) -> Any:
         return self._ask([0, handle, name])[0]
@@ -120,9 +121,14 @@ class _Answer:
         return value
 
     def _ask(self, message: list[Any]) -> tuple[Any, Any]:
-        self._requests.write(json.dumps(message, default=_handle) + "\n")
-        self._requests.flush()
-        if not (line := self._replies.readline()):
+        try:
+            self._requests.write(json.dumps(message, default=_handle) + "\n")
+            self._requests.flush()
+            line = self._replies.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.has_ended = True
             raise RuntimeError("the answer's process has ended")
         reply = json.loads(line)
         if "error" in reply:
@@ -186,7 +192,7 @@ def _free_names(codes: list[str]) -> set[str]:
 def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Run each of `tests` after the code `before`, and write a line for each: true if it passed.
 
-    setup: `candidate` names the function that tests call by that name, if not null."""
+    The test in which the answer's process ends is the last. setup: `candidate` names the function that tests call by that name, if not null."""
     answer = _Answer(open(descriptors[0]), open(descriptors[1], "w"))
     with open(descriptors[2], "w") as results:
         sys.modules[_MODULE] = _AnswerModule(answer)
@@ -208,6 +214,8 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
                 passed = False
             results.write(json.dumps(passed) + "\n")
             results.flush()
+            if answer.has_ended:
+                break
     return 0
 
 

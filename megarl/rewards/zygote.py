@@ -5,6 +5,8 @@ Python. programs.py starts it and talks with it by a socket."""
 
 from __future__ import annotations
 
+# So programs that import these start sooner.
+import bisect  # noqa: F401
 import gc
 import json
 import os
@@ -17,9 +19,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
-
-# So programs that import these start sooner.
-import bisect, collections, functools, heapq, itertools, math, re, string, typing  # noqa: E401, F401, I001
 
 from megarl.rewards.program_roles import ROLES
 from megarl.rewards.sandbox import can_confine, confine, die_with_parent, remove_tree

@@ -2,6 +2,8 @@
 
 They run outside a verifier's process, so that only the confinement of the programs protects."""
 
+# ruff: noqa: E501 (programs are one line each)
+
 from __future__ import annotations
 
 import json
