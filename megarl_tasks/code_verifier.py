@@ -1,4 +1,4 @@
-"""The verifiers `code` and `code_all`: run a Python answer on the tests of its problem (docs/verifiers.md)."""
+"""The verifiers `code` and `code_all`: run a Python answer on its problem's tests (docs/verifiers.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Exchange plain Python values with a process that nobody trusts.
 
-JSON with one tag for each type that it lacks. Nothing is unpickled, and no method of a received object runs."""
+JSON with one tag for each type that it lacks. Nothing is unpickled, and no received object has methods."""
 
 from __future__ import annotations
 

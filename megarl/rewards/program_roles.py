@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import IO, Any
 
@@ -25,7 +26,7 @@ def run_program(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     for stream, descriptor in enumerate(descriptors):
         os.dup2(descriptor, stream)
         os.close(descriptor)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     try:
         exec(compile(setup["source"], "answer.py", "exec"), {"__name__": "__main__"})
         code = 0
@@ -69,7 +70,7 @@ def call_function(setup: Mapping[str, Any], descriptors: list[int]) -> int:
 def serve_answer(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Answer the messages of `run_tests`: [0, handle, name] reads an attribute, [1, handle, arguments,
     keywords] calls. Handle 0 is the answer's module."""
-    requests, replies = open(descriptors[0]), open(descriptors[1], "w")
+    requests, replies = os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w")
     kept: list[Any] = [None]
 
     def keep(value: Any) -> int:
@@ -192,8 +193,10 @@ def _free_names(codes: list[str]) -> set[str]:
 def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Run each of `tests` after the code `before`, and write a line for each: true if it passed.
 
-    The test in which the answer's process ends is the last. setup: `candidate` names the function that tests call by that name, if not null."""
-    answer = _Answer(open(descriptors[0]), open(descriptors[1], "w"))
+    The test in which the answer's process ends is the last.
+
+    setup: `candidate` names the function that tests call by that name, if not null"""
+    answer = _Answer(os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w"))
     with open(descriptors[2], "w") as results:
         sys.modules[_MODULE] = _AnswerModule(answer)
         space: dict[str, Any] = {"__name__": "tests"}
@@ -201,10 +204,8 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
         if setup["candidate"] is not None:
             names["candidate"] = setup["candidate"]
         for name, target in names.items():
-            try:
+            with suppress(Exception):  # the test that uses it fails
                 space[name] = answer.read(0, target)
-            except Exception:  # noqa: BLE001 (the test that uses it fails)
-                continue
         exec(compile(setup["before"], "tests.py", "exec"), space)
         for test in setup["tests"]:
             try:
