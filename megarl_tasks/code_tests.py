@@ -28,7 +28,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments of a function, and what it must return."""
+    """Arguments of a function, and the values that it must return."""
 
     name: str
     arguments: Sequence[list[Any]]
@@ -196,7 +196,7 @@ def _key(key: Any) -> str:
 
 
 def same_result(value: Any, expected: Any) -> bool:
-    """As `same_value`; APPS and TACO also give a result as a list of one."""
+    """Compare as `same_value`, and accept the only item of a list: APPS and TACO wrap results so."""
     if same_value(value, expected):
         return True
     return isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0])

@@ -122,7 +122,7 @@ class CodeVerifier:
         """Return a result for each case; [] for one on which its process ended.
 
         If a process ends early, a new one begins with the case that had no result. If it has none again, the
-        process goes on behind it."""
+        next process skips it."""
         results = list[Any]()
         while len(results) < len(cases) and (limits := self._limits(end)) is not None:
             new_results = run(cases[len(results) :], limits)[: len(cases) - len(results)]

@@ -65,7 +65,7 @@ COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates 
 LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
 QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0, "code": 640.0}
 LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0, "code": LONG}
-# Each has a folder and configurations of its own.
+# These tasks have their own folders and configurations.
 OWN_FILES: tuple[Task, ...] = ("calculator", "code")
 LEAST, MOST = 8, 16  # steps
 NEVER = 1000  # steps: evaluate only before and after the run

@@ -71,16 +71,16 @@ def serve_answer(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Answer the messages of `run_tests`: [0, handle, name] reads an attribute, [1, handle, arguments,
     keywords] calls. Handle 0 is the answer's module."""
     requests, replies = os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w")
-    kept: list[Any] = [None]
+    objects: list[Any] = [None]
 
     def keep(value: Any) -> int:
-        kept.append(value)
-        return len(kept) - 1
+        objects.append(value)
+        return len(objects) - 1
 
     error: BaseException | None = None
     try:
-        kept[0] = _load_answer(setup["source"])
-    except BaseException as problem:  # noqa: BLE001 (told to the tests)
+        objects[0] = _load_answer(setup["source"])
+    except BaseException as problem:  # noqa: BLE001 (reported to the tests)
         error = problem
     for line in requests:
         arguments: list[Any] = []
@@ -88,15 +88,15 @@ def serve_answer(setup: Mapping[str, Any], descriptors: list[int]) -> int:
             if error is not None:
                 raise error
             message = json.loads(line)
-            target = kept[message[1]]
+            target = objects[message[1]]
             if message[0] == 0:
                 value = getattr(target, message[2])
             else:
-                arguments, keywords = (decode(part, kept.__getitem__) for part in message[2:])
+                arguments, keywords = (decode(part, objects.__getitem__) for part in message[2:])
                 value = target(*arguments, **keywords)
             reply = {"value": encode(value, keep), "arguments": encode(arguments, keep)}
             text = json.dumps(reply)
-        except BaseException as problem:  # noqa: BLE001 (told to the tests)
+        except BaseException as problem:  # noqa: BLE001 (reported to the tests)
             text = json.dumps({"error": [type(problem).__name__, str(problem)]})
         replies.write(text + "\n")
         replies.flush()

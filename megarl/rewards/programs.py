@@ -130,7 +130,7 @@ class Programs:
     def test(
         self, source: str, before: str, tests: Sequence[str], candidate: str | None, limits: Limits
     ) -> list[bool]:
-        """Run tests in a process of their own, which calls the answer's in another.
+        """Run tests in a separate process, which calls the answer in another.
 
         Returns one entry for each test that ended. Raises ProgramError."""
         setup = {"before": before, "tests": tests, "candidate": candidate}

@@ -43,7 +43,7 @@ def verifier() -> Iterator[CodeVerifier]:
     verifier.close()
 
 
-# Each prints what it must not get.
+# Each prints something that a program must not reach.
 REACHES = {
     "a file of the system": "print(open('/etc/passwd').read())",
     "a file of the user": "print(open(sys.argv[1] if len(sys.argv) > 1 else PATH).read())",

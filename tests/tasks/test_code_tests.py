@@ -1,4 +1,4 @@
-"""The tests of programs: formats of data sets, the rules of comparison, and what a verdict says."""
+"""The tests of programs: formats of data sets, rules of comparison, and verdicts."""
 
 from __future__ import annotations
 
