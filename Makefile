@@ -11,7 +11,7 @@ TP ?=
 MODEL ?= tiny
 # Device of `make demo`: cpu, cuda (in .venv-gpu) or auto; empty: what the demo's config says.
 DEVICE ?=
-# Task of `make demo MODEL=smollm2`: sums, or calculator, word problems with a tool to call; empty: the model's own.
+# Task of `make demo MODEL=smollm2`: sums, calculator (word problems with a tool to call) or code (small functions, which are run); empty: the model's own.
 TASK ?=
 # Rollout engine of `make demo`: transformers or sglang; empty: sglang on a GPU where it is installed, else transformers.
 ENGINE ?=
@@ -116,7 +116,7 @@ else ifeq ($(ENGINE),sglang)
 demo: $(SGLANG)/installed
 	$(SGLANG)/bin/megarl $(DEMO) parallel.tp=$(or $(TP),1) $(ARGS)
 else
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2|qwen0.5b DEVICE=cuda TASK=calculator SEED=0 TP=2 ENGINE=sglang
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2|qwen0.5b DEVICE=cuda TASK=calculator|code SEED=0 TP=2 ENGINE=sglang
 	$(BIN)/megarl $(DEMO) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
 

@@ -183,10 +183,29 @@ def final_answer(solution: str) -> str | None:
     return text if text and not re.search(r"\s", text) else None
 
 
+def _are_tests(value: Any) -> bool:
+    """Detect the tests of a program (docs/verifiers.md): an object, or a list of objects or assertions."""
+    if isinstance(value, list) and value:
+        return all(isinstance(test, dict) or (isinstance(test, str) and "assert" in test) for test in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _is_json(text: str) -> bool:
+    """Detect a JSON object or list, which is not a worked solution."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
     """Return (column, text) of the reference answer.
 
     Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
+    Tests of a program that are an object or list become JSON.
     Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
     no_answer_error = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
@@ -200,6 +219,8 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
         value = final_answer(value)
     if value is None:
         raise no_answer_error
+    if _are_tests(value):
+        return column, json.dumps(value, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
     if not isinstance(value, str) and not math.isfinite(value):
@@ -207,7 +228,7 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = f"{value:f}" if isinstance(value, Decimal) else str(value)
-    if "####" in text:
+    if "####" in text and not _is_json(text):
         text = _after_marker(text)
     if not text.strip():
         raise no_answer_error

@@ -51,7 +51,7 @@ def test_every_example_is_short_and_listed() -> None:
             assert f"({path.name})" in readme, path.name
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "own_code"])
 def test_configurations_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     check_config(load_config(EXAMPLES / f"{name}.yaml"), name)
@@ -83,6 +83,21 @@ def test_reward() -> None:
     assert (right.correct, right.score, right.extracted) == (True, 1.0, "12")
     assert (close.correct, close.score) == (False, 0.25) and not none.correct
     assert right.terms == {"brevity": 0.75} and close.terms == {"brevity": 0.0}
+
+
+def test_code() -> None:
+    """Each row's tests are readable, and a right program passes them."""
+    programs = (
+        "a, b = map(int, input().split()); print(a + b)",
+        "def double(x): return 2 * x",
+        "largest = max",
+        "def is_even(n): return n % 2 == 0",
+    )
+    rows = [json.loads(line) for line in (EXAMPLES / "own_code.jsonl").read_text().splitlines()]
+    answers = [f"```python\n{program}\n```" for program in programs]
+    with VerifierPool("megarl_tasks.code_verifier:verify", 1) as pool:
+        verdicts = pool.verify([(text, row["answer"]) for text, row in zip(answers, rows, strict=True)])
+    assert [verdict.score for verdict in verdicts] == [1.0] * len(rows)
 
 
 @pytest.mark.parametrize(
