@@ -118,7 +118,7 @@ class RolloutRank:
     ) -> RolloutBatch:
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
-            batch.columns |= make_method_columns(groups, self.config)
+            batch.columns |= make_method_columns(groups, self.config, self.tokenizer)
         batch.records = make_records(step, shown_groups, self.tokenizer, self.config.log.samples)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
