@@ -308,7 +308,7 @@ COLUMNS: tuple[Columns, ...] = (
         when=lambda c: c.teacher.alone,
     ),
     Columns(TEACHERS, reads="teachers", when=has_teacher_by_source),
-    Columns(TEACHERS, reads="teacher_prompts correct truncated group_ids", when=has_self_teacher),
+    Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=has_self_teacher),
     Columns(
         TEACHERS,
         reads="group_ids",

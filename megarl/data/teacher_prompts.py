@@ -17,17 +17,13 @@ from megarl.data.prompts import Prompt
 PADDING, SIBLING = -1, -2
 
 
-def make_teacher_prompts(prompts: Sequence[Prompt], config: TeacherConfig, tokenizer: Any) -> Tensor:
-    """Return the teacher's prompt of each prompt, int32 [n, longest].
+def pad_teacher_prompts(prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Return the teacher's prompts, int32 [n, longest].
 
     SIBLING stands for the tokens of another response, PADDING for the end. A row of PADDING has no
     demonstration."""
-    rows: dict[int, list[int]] = {}
-    for prompt in prompts:
-        if id(prompt) not in rows:
-            rows[id(prompt)] = make_teacher_prompt(prompt, config, tokenizer)
-    longest = max((len(row) for row in rows.values()), default=0)
-    padded = [row + [PADDING] * (longest - len(row)) for row in (rows[id(prompt)] for prompt in prompts)]
+    longest = max(map(len, prompts), default=0)
+    padded = [[*prompt, *[PADDING] * (longest - len(prompt))] for prompt in prompts]
     return torch.tensor(padded, dtype=torch.int32).view(len(prompts), longest)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config, DynamicSamplingConfig
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.data.sample import Sample, SampleGroup, TokenData
-from megarl.data.teacher_prompts import make_teacher_prompts
 
 # Largest standard deviation of rewards that count as equal. group_advantages divides by std + this.
 SAME = 1e-6
@@ -273,15 +271,12 @@ def pack_tokens(
     return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
 
 
-def make_method_columns(
-    groups: Sequence[SampleGroup], config: Config, tokenizer: Any = None
-) -> dict[str, Tensor]:
+def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
     """Return the columns [n] that advantages or teachers need.
 
     reward_parts  float32 [n, parts], `reward.parts` without the model's, unweighted
     prompt_uids   int64
     teachers      int64; -1: none
-    teacher_prompts  int32 [n, longest], see `make_teacher_prompts`
     """
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     column_names, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
@@ -293,9 +288,6 @@ def make_method_columns(
         columns["prompt_uids"] = torch.tensor([prompt.uid for prompt, _ in samples])
     if config.teacher.by_source:
         columns["teachers"] = torch.tensor([config.teacher.number(prompt.source) for prompt, _ in samples])
-    if config.has_self_teacher:
-        prompts = [prompt for prompt, _ in samples]
-        columns["teacher_prompts"] = make_teacher_prompts(prompts, config.teacher, tokenizer)
     return columns
 
 

@@ -73,7 +73,7 @@ def make_teacher_batch(
 
 def choose_siblings(rollout: RolloutBatch) -> Tensor:
     """Return the first other correct response of each response's group, int64 [n]; -1: none."""
-    usable = rollout["correct"] & ~rollout["truncated"] & (rollout.response_lengths > 0)
+    usable = rollout["correct"] & (rollout.response_lengths > 0)
     first_two: dict[int, list[int]] = {}
     groups = rollout["group_ids"].tolist()
     for row in usable.nonzero().squeeze(-1).tolist():

@@ -84,10 +84,7 @@ def expected_kl(folder: Path, batch: TrainBatch, answers: bool) -> tuple[float, 
         others = [
             other
             for other in order
-            if groups[other] == groups[row]
-            and other != row
-            and batch["correct"][other]
-            and not batch["truncated"][other]
+            if groups[other] == groups[row] and other != row and batch["correct"][other]
         ]
         if not others:
             return None
