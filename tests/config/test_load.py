@@ -718,12 +718,12 @@ class TestContradictions:
         "teacher.path=m teacher.weights=initial": "teacher.weights: initial and teacher.path: choose one",
         "teacher.weights=current teacher.average_rate=0.1": "teacher.average_rate: has no effect without",
         "teacher.weights=average actor.lora.rank=4": "teacher.weights: average: the average of adapters",
-        "teacher.weights=initial teacher.demonstration=hint": "teacher.demonstration: must be sibling, answer",
+        "teacher.weights=initial teacher.demonstration=hint": "teacher.demonstration: must be sibling",
         "teacher.weights=initial teacher.template=x": "teacher.template: must have {demonstration}",
         "recipe=ppo teacher.weights=initial rollout.group_size=1": (
             "teacher.demonstration: sibling: a group has one response"
         ),
-        "teacher.weights=initial teacher.max_context_tokens=99999999": "teacher.max_context_tokens: 99999999 +",
+        "teacher.weights=initial teacher.max_context_tokens=99999999": "teacher.max_context_tokens: 99999999",
         "recipe=sft teacher.weights=initial": "teacher.weights: recipe sft learns from given responses",
         "run_dir=s/run teacher.by_source.a=s": "run_dir: s/run is inside teacher.by_source.a s",
         "recipe=sft teacher.by_source.a=m": "teacher.by_source: recipe sft learns from given responses",
