@@ -471,8 +471,8 @@ def _teacher_problems(c: Config) -> Iterator[str]:
         yield from _unused(c, "has no effect without teacher.top_k (set it)", "teacher.alpha")
     if teacher.weights is None:
         what = "has no effect on a separate teacher (set teacher.weights)"
-        keys = ("average_rate", "demonstration", "template", "max_context_tokens")
-        yield from _unused(c, what, *(f"teacher.{key}" for key in keys))
+        own_keys = ("average_rate", "demonstration", "template", "max_context_tokens")
+        yield from _unused(c, what, *(f"teacher.{key}" for key in own_keys))
         return
     yield from _self_teacher_problems(c)
 

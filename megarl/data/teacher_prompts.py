@@ -30,7 +30,8 @@ def pad_teacher_prompts(prompts: Sequence[Sequence[int]]) -> Tensor:
 def make_teacher_prompt(prompt: Prompt, config: TeacherConfig, tokenizer: Any) -> list[int]:
     """Return the prompt's tokens with `config.template` as the last user message.
 
-    [] without a demonstration, or where the chat template changes the question. The rest of the prompt, such as the system message, stays as it is."""
+    [] without a demonstration, or where the chat template changes the question. The rest of the prompt,
+    such as the system message, stays as it is."""
     demonstration = find_demonstration(prompt, config.demonstration)
     question = prompt.question.strip()
     before, found, after = prompt.text.rpartition(question)
