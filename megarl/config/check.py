@@ -16,6 +16,7 @@ from megarl.config.phases import WATCHED
 from megarl.config.schema import JUDGE, Config, OptimizerConfig, RewardConfig, RolloutConfig
 from megarl.config.schema.judge import CODE
 from megarl.config.schema.section import Section
+from megarl.config.schema.teacher import EXTRA
 
 # Keys and sections that only runs with a critic, or with rollouts, use.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
@@ -100,6 +101,7 @@ def _problems(c: Config) -> Iterator[str]:
     yield from _window_problems(c)
     yield from _in_flight_problems(c)
     yield from _reward_problems(c)
+    yield from _teacher_problems(c)
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every: needs data.eval files"
     yield from evaluation_problems(c)
@@ -454,15 +456,59 @@ def _reward_problems(c: Config) -> Iterator[str]:
     if not has_model:
         what = "has no effect without a reward model (set reward.model.path)"
         yield from _unused(c, what, "reward.model.weight")
-    if not c.teacher.folders:
-        what = "has no effect without a teacher (set teacher.path)"
-        yield from _unused(c, what, "teacher.weight", "teacher.top_k")
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"
             yield f"reward.terms: {what} (got {name!r})"
     if reward.judge_is_term and JUDGE in reward.terms:
         yield f"reward.terms.{JUDGE}: is the name of the score of reward.judge (choose another name)"
+
+
+def _teacher_problems(c: Config) -> Iterator[str]:
+    teacher = c.teacher
+    if not teacher.folders and teacher.weights is None:
+        what = "has no effect without a teacher (set teacher.path)"
+        keys = ("weight", "top_k", "ratio_cap", "alpha", "alone")
+        yield from _unused(c, what, *(f"teacher.{key}" for key in keys))
+    elif teacher.top_k is None:
+        yield from _unused(c, "has no effect without teacher.top_k (set it)", "teacher.alpha")
+    if teacher.weights is None:
+        what = "has no effect on a separate teacher (set teacher.weights)"
+        own_keys = ("average_rate", "demonstration", "template", "max_context_tokens")
+        yield from _unused(c, what, *(f"teacher.{key}" for key in own_keys))
+        return
+    yield from _self_teacher_problems(c)
+
+
+def _self_teacher_problems(c: Config) -> Iterator[str]:
+    """Yield the problems of a teacher that is the actor with a demonstration."""
+    teacher = c.teacher
+    if teacher.folders:
+        yield f"teacher.weights: {teacher.weights} and {next(iter(teacher.folders))}: choose one of them"
+    if teacher.weights != "average":
+        yield from _unused(c, "has no effect without teacher.weights average", "teacher.average_rate")
+    elif c.actor.lora.rank is not None:
+        what = "average: the average of adapters is not kept"
+        yield f"teacher.weights: {what} (choose initial or current, or set actor.lora.rank to null)"
+    name = teacher.demonstration
+    if name not in ("sibling", "answer") and not name.startswith(EXTRA):
+        yield f"teacher.demonstration: must be sibling, answer or extra_info.KEY (got {name!r})"
+    if name == "sibling" and c.rollout.group_size < 2:
+        what = "sibling: a group has one response"
+        yield f"teacher.demonstration: {what} (raise rollout.group_size, or choose answer or extra_info.KEY)"
+    if "{demonstration}" not in teacher.template:
+        yield "teacher.template: must have {demonstration}, and usually {question}"
+    if c.rollout.is_multi_turn or c.rollout.window is not None:
+        what = "responses of several turns" if c.rollout.is_multi_turn else "rollout.window"
+        yield f"teacher.weights: {teacher.weights}: does not read {what} (set it to null)"
+    longest = teacher.max_context_tokens + c.rollout.max_response_tokens
+    text = f"{teacher.max_context_tokens} + rollout.max_response_tokens {c.rollout.max_response_tokens}"
+    for limit, key in (
+        (c.update.tokens_per_micro_batch, "update.tokens_per_micro_batch"),
+        (c.model.max_positions, "model.max_positions"),
+    ):
+        if limit and longest > limit:
+            yield f"teacher.max_context_tokens: {text} exceed {key} {limit} (lower it)"
 
 
 def _window_problems(c: Config) -> Iterator[str]:

@@ -132,6 +132,28 @@ def has_teacher_of_top_k(config: Config) -> bool:
     return bool(config.teacher.top_k) and config.has_teacher
 
 
+def teaches(column: str, *, as_actor: bool) -> Condition:
+    """Return the condition of a phase whose teacher writes this column.
+
+    as_actor: with the actor's current weights, which need no other tensor group."""
+
+    def condition(c: Config) -> bool:
+        top_k, cap = c.teacher.top_k, c.teacher.ratio_cap
+        written = "top_k" if top_k else "advantages" if cap is None else "logprobs"
+        return c.has_teacher and written == column and as_actor == (c.teacher.weights == "current")
+
+    return condition
+
+
+def has_self_teacher(config: Config) -> bool:
+    return config.has_self_teacher
+
+
+def has_sampled_teacher_term(config: Config) -> bool:
+    """Return whether a teacher's log-prob of the sampled token is a term of the loss."""
+    return config.has_teacher and config.teacher.ratio_cap is not None and not config.teacher.top_k
+
+
 def has_teacher_by_source(config: Config) -> bool:
     """Return whether a prompt's source selects its teacher."""
     return bool(config.teacher.by_source) and config.has_teacher
@@ -167,8 +189,12 @@ PHASES: tuple[Phase, ...] = (
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
-    Phase("teacher_advantages",  RL,       TEACHER,         lambda c: c.has_teacher and not c.teacher.top_k),
-    Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
+    Phase("teacher_advantages",  RL,       TEACHER,         teaches("advantages", as_actor=False)),
+    Phase("teacher_advantages",  RL,       ACTOR,           teaches("advantages", as_actor=True)),
+    Phase("teacher_logprobs",    RL,       TEACHER,         teaches("logprobs", as_actor=False)),
+    Phase("teacher_logprobs",    RL,       ACTOR,           teaches("logprobs", as_actor=True)),
+    Phase("teacher_top_k",       RL,       TEACHER,         teaches("top_k", as_actor=False)),
+    Phase("teacher_top_k",       RL,       ACTOR,           teaches("top_k", as_actor=True)),
     Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
     Phase("actor_update",        RL,       ACTOR_TRAINING),
     Phase("supervised_update",   SFT,      ACTOR_TRAINING),
@@ -206,6 +232,7 @@ class Columns:
 
 
 WITH_KL_REWARD = "group_advantages return_advantages gae_advantages"
+TEACHERS = "teacher_advantages teacher_logprobs teacher_top_k"
 ADVANTAGES = f"{WITH_KL_REWARD} tracked_advantages prompt_advantages"
 
 COLUMNS: tuple[Columns, ...] = (
@@ -221,6 +248,7 @@ COLUMNS: tuple[Columns, ...] = (
         "rollout", writes="prompt_uids", when=lambda c: "prompt_uids" in c.algorithm.advantage_method.columns
     ),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
+    Columns("rollout", writes="teacher_prompts", when=has_self_teacher, stages=RL),
     Columns(
         "distribute",
         reads="tokens correct truncated",
@@ -272,9 +300,17 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
-    Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
+    Columns("teacher_logprobs", reads="tokens", writes="teacher_logprobs"),
     Columns(
-        "teacher_advantages teacher_top_k",
+        "teacher_logprobs teacher_top_k",
+        reads="advantages",
+        writes="advantages",
+        when=lambda c: c.teacher.alone,
+    ),
+    Columns(TEACHERS, reads="teachers", when=has_teacher_by_source),
+    Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=has_self_teacher),
+    Columns(
+        TEACHERS,
         reads="group_ids",
         when=lambda c: has_teacher_by_source(c) and c.update.share_prompts,
     ),
@@ -294,6 +330,7 @@ COLUMNS: tuple[Columns, ...] = (
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),
     Columns("actor_update", reads="teacher_logprobs teacher_tokens", when=has_teacher_of_top_k),
+    Columns("actor_update", reads="teacher_logprobs", when=has_sampled_teacher_term),
     Columns("teacher_advantages actor_update", reads="old_logprobs", when=uses_old_logprobs),
     Columns("teacher_advantages actor_update", reads="engine_logprobs", when=uses_engine_logprobs),
     Columns("supervised_update", reads="tokens nll_loss_weights"),

@@ -27,6 +27,8 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
         if model in plan.muon_models:  # one momentum; float32 weights if in bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
+    if plan.config.teacher.weights == "average" and not pretraining:
+        total += plan.actor.count_params(Layout(), 0).all * FP32
     return total
 
 

@@ -10,13 +10,16 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 import zmq.asyncio
+from torch import Tensor
 
 from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import SampleGroup
+from megarl.data.teacher_prompts import make_teacher_prompt, pad_teacher_prompts
 from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
@@ -119,10 +122,22 @@ class RolloutRank:
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
+        if step > 0 and self.config.has_self_teacher:
+            batch["teacher_prompts"] = self._make_teacher_prompts(groups)
         batch.records = make_records(step, shown_groups, self.tokenizer, self.config.log.samples)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
         return batch
+
+    def _make_teacher_prompts(self, groups: Sequence[SampleGroup]) -> Tensor:
+        """Return the teacher's prompt of each response, which rank 0 makes: others lack the texts."""
+        prompts = list[list[int]]()
+        if self.controller is not None:
+            config, tokenizer = self.config.teacher, self.tokenizer
+            prompts = [make_teacher_prompt(group.prompt, config, tokenizer) for group in groups]
+        prompts = broadcast_from_rank_0(self.ranks, prompts, list[list[int]])
+        sizes = [len(group.samples) for group in groups]
+        return pad_teacher_prompts(prompts).repeat_interleave(torch.tensor(sizes), 0)
 
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False

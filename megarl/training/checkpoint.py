@@ -84,6 +84,7 @@ ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
 ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
+ADDED |= {"teacher.weights": None, "teacher.ratio_cap": None, "teacher.alpha": 0.0, "teacher.alone": False}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.in_flight": "none"}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}

@@ -38,6 +38,7 @@ from megarl.parallel.runtime import Runtime
 from megarl.training.batch import gather_output, labels_and_others, locate
 from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
+from megarl.training.self_teacher import AverageWeights
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (loss with global denominators, statistics as sums)
@@ -259,6 +260,7 @@ class TrainableModel(InferenceModel):
     ) -> None:
         super().__init__(name, model, runtime)
         self.config = config
+        self.average: AverageWeights | None = None  # saved with the model
         with on_cpu():
             buckets = _bucket_config(parallel or ParallelConfig(), runtime)
             self.chunks = _wrap_chunks(model, buckets, config)
