@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import describe_error, is_inside, read_json
-from megarl.config.methods import method_options
 from megarl.config.hub import pinned
+from megarl.config.methods import method_options
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
 from megarl.config.schema.section import Section, fields
 from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
