@@ -18,6 +18,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.hub import RECORD, HubName, local_inputs, parse_name, pin_names, pinned
 from megarl.config.hub_splits import choose_files, find_splits
 from megarl.config.schema import Config
+from megarl.data.columns import columns_to_read, find_answer, find_prompt
 from megarl.data.readers import file_rows
 from megarl.weights.tensor_files import CARRIED
 from tests.hub_server import TOKEN, HubServer, Repository, folder_files, serve_hub, use_hub
@@ -304,6 +305,10 @@ def test_converted_copy(server: HubServer, cache: Path, tmp_path: Path) -> None:
     path = config.data.train[0].path
     assert path is not None and commit in path.parts
     assert pinned(path) == Path(f"owner/script@{commit}:default/train/0000.parquet")
+    [(_, found)] = file_rows(path, columns_to_read(config.data, None))
+    assert isinstance(found, dict)  # the two turns of Open-Reasoner-Zero
+    assert find_prompt(found, config.data, path)[1] == "1 + 1?"
+    assert find_answer(found, config.data, path)[1] == "2"
     del server.datasets["owner/script"].revisions["refs/convert/parquet"]
     with pytest.raises(ConfigError, match=r"has no .parquet or .jsonl file"):
         local_inputs(make_config(tmp_path, train="owner/script:train"))
