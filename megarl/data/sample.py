@@ -81,13 +81,16 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return self.num_tokens if self.is_sampled is None else int(self.is_sampled.sum())
 
     def first(self, count: int, prompt_length: int) -> TokenData:
-        """Return the first `count` tokens, without the journal.
+        """Return the first `count` tokens, without the journal; of all tokens also the counts of drafts.
 
         prompt_length: for `routed_experts`"""
         columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
-        return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
+        first = TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
+        if count == self.num_tokens:
+            first.accepted_drafts, first.verifications = self.accepted_drafts, self.verifications
+        return first
 
     def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
         """Append an observation and the next turn. All columns must exist."""
