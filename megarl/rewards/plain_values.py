@@ -37,7 +37,8 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    if callable(as_list := getattr(value, "tolist", None)) and not isinstance(value, type):  # numpy
+    as_list = getattr(value, "tolist", None)  # numpy
+    if callable(as_list) and not isinstance(value, type):
         return encode(as_list(), keep)
     if keep is None:
         raise UnknownValueError(type(value).__name__)
