@@ -28,9 +28,9 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, list):
         return [encode(item, keep) for item in value]
-    for tag, kind in _SEQUENCES.items():
-        if isinstance(value, kind):
-            return {tag: [encode(item, keep) for item in value]}
+    if isinstance(value, tuple | set | frozenset):
+        tag = next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind))
+        return {tag: [encode(item, keep) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
     if isinstance(value, complex):
