@@ -112,7 +112,8 @@ class TestKeys:
             "model.fp8.recipe delayed (choose another recipe, or set rank to null)"
         ),
         "reward.verifier=maths": (
-            "reward.verifier: unknown verifier 'maths' (use code, code_all, dapo, math or package.module:function)"
+            "reward.verifier: unknown verifier 'maths' "
+            "(use code, code_all, dapo, math or package.module:function)"
         ),
         "reward.verifier=no_such_module:f": (
             "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError"
