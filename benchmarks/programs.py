@@ -1,6 +1,6 @@
 """Measure programs per second of the verifier `code`, used as in training.
 
-The reference runs `python -I -c PROGRAM` by subprocess, with one thread per worker, without limits or sandbox.
+The reference runs `python -I -c PROGRAM` by subprocess, one thread per worker, without limits or sandbox.
 A script has one case. A function has three calls, and assertions are three."""
 
 from __future__ import annotations

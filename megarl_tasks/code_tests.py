@@ -93,7 +93,9 @@ def _read(value: Any) -> Tests:
             return _read_assertions(value, "")
         case [{"input": _, "output": _, **first}, *_]:  # LiveCodeBench, DeepCoder
             metadata = first.get("metadata") or {}
-            name = first.get("fn_name") or metadata.get("func_name") if isinstance(metadata, dict) else None
+            name: Any = first.get("fn_name")
+            if name is None and isinstance(metadata, dict):
+                name = metadata.get("func_name")
             return _read_cases([case["input"] for case in value], [case["output"] for case in value], name)
         case {"inputs": inputs, "outputs": outputs}:  # APPS, TACO, PRIME
             return _read_cases(inputs, outputs, value.get("fn_name"))

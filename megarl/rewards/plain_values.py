@@ -28,16 +28,17 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, list):
         return [encode(item, keep) for item in value]
-    for tag, kind in _SEQUENCES.items():
-        if isinstance(value, kind):
-            return {tag: [encode(item, keep) for item in value]}
+    if isinstance(value, tuple | set | frozenset):
+        tag = next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind))
+        return {tag: [encode(item, keep) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
     if isinstance(value, complex):
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    if callable(as_list := getattr(value, "tolist", None)) and not isinstance(value, type):  # numpy
+    as_list = getattr(value, "tolist", None)  # numpy
+    if callable(as_list) and not isinstance(value, type):
         return encode(as_list(), keep)
     if keep is None:
         raise UnknownValueError(type(value).__name__)

@@ -115,7 +115,8 @@ class TestKeys:
             "model.fp8.recipe delayed (choose another recipe, or set rank to null)"
         ),
         "reward.verifier=maths": (
-            "reward.verifier: unknown verifier 'maths' (use dapo, math, judge or package.module:function)"
+            "reward.verifier: unknown verifier 'maths' "
+            "(use code, code_all, dapo, math, judge or package.module:function)"
         ),
         "reward.verifier=judge": (
             "{x}: reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"

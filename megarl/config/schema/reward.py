@@ -46,7 +46,8 @@ class RewardConfig(Section):
 
     verifier: str = field(
         "dapo",
-        "dapo (last `Answer:` line, normalised), math (symbolic), judge (reward.judge), "
+        "dapo (last `Answer:` line, normalised), math (symbolic), "
+        "code or code_all (runs Python on tests: the share that pass, or all), judge (reward.judge), "
         "or a dotted path `module:function` of your own",
         source="DAPO eq. 7",
     )
