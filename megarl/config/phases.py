@@ -213,8 +213,8 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "rollout",
         writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-        # continued responses, turn rewards, recorded experts, windows
-        may_write="token_versions turn_rewards routing prefix_tokens unfinished",
+        # continued responses, turn rewards, recorded experts, windows, sampling sets
+        may_write="token_versions turn_rewards routing prefix_tokens unfinished sampling_sets",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
     Columns(
@@ -273,6 +273,11 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
     Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
+    Columns(
+        "teacher_advantages",
+        reads="sampling_sets",
+        when=lambda c: has_teacher_by_source(c) and c.rollout.sampling_replay,
+    ),
     Columns(
         "teacher_advantages teacher_top_k",
         reads="group_ids",

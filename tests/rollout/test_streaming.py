@@ -404,10 +404,11 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._token_data(GenerationRequest((7,), 0), ([5], [-1.0], "stop", [("4", 1)], None))
+    request, params = GenerationRequest((7,), 0), SamplingParams(20)
+    good = engine._token_data(request, ([5], [-1.0], "stop", [("4", 1)], None, None), params)
     assert good == TokenData([5], [-1.0], "stop", [4])
     with pytest.raises(EngineFailure, match=message):
-        engine._token_data(GenerationRequest((7,), 0), answer)
+        engine._token_data(request, answer if isinstance(answer, str) else (*answer, None), params)
 
 
 def test_the_experts_of_an_answer(tmp_path: Path) -> None:
@@ -426,7 +427,8 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
 
     def answered(experts: np.ndarray | None, finish: str = "stop") -> TokenData:
         encoded = None if experts is None else base64.b64encode(experts.tobytes()).decode()
-        return engine._token_data(request, ([5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded), routed=True)
+        answer = [5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded, None
+        return engine._token_data(request, answer, SamplingParams(20, routing=True))
 
     routing = answered(chosen).routed_experts
     assert routing is not None and routing.dtype == np.int16 and routing.shape == (6, 2, 3)

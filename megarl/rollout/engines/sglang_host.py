@@ -222,7 +222,7 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k", "sampling_sets")}
         for number, prompt, prompt_length, seed, max_new_tokens in requests:
             sampling = {
                 "max_new_tokens": max_new_tokens,
@@ -233,6 +233,9 @@ class Host:
             self.generating += 1
             # Older SGLangs do not know the argument.
             options: dict[str, Any] = {"return_routed_experts": True} if params["routing"] else {}
+            if params["sampling_sets"]:
+                options["return_sampling_mask"] = True
+                sampling["top_k"] = params["top_k"]  # SGLang wants it; SeededSampler reads custom_params
             if "cache_salt" in params:
                 options["cache_salt"] = params["cache_salt"]
             self._start(self._generate(number, prompt, sampling, options))
@@ -254,7 +257,8 @@ class Host:
             spans = meta.get("weight_versions") or ()  # older SGLangs have none
             versions = [(span["version"], span["end"]) for span in spans]
             versions = versions or [(meta["weight_version"], len(tokens))]
-            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"))
+            sets = meta.get("output_token_sampling_mask")
+            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"), sets)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1

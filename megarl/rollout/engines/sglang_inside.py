@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
 from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
-from megarl.rollout.sampling import SamplingParams, choose
+from megarl.rollout.sampling import SamplingParams, choose, choose_with_set
 
 BACKEND = "pytorch"  # required on a CPU
 # Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
@@ -21,8 +21,10 @@ BACKEND = "pytorch"  # required on a CPU
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
-class KeepParams(CustomLogitProcessor):
-    """Never called. SGLang keeps `custom_params` only for requests with a logit processor."""
+class KeepParams(DisallowedTokensLogitsProcessor):
+    """Never called. SGLang keeps `custom_params` only for requests with a logit processor.
+
+    With this base class SGLang also returns sampling masks (supports_sampling_mask)."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
@@ -31,9 +33,9 @@ class KeepParams(CustomLogitProcessor):
 class SeededSampler(Sampler):
     """Samples by sampling.py.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
-    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
-    they copied to the device."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k, and
+    sampling_sets (equal to the request's return_sampling_mask). SGLang extends a batch's list of them, and
+    replaces it when a request ends (SamplingBatchInfo). Only then are they copied to the device."""
 
     _rows: Any = None
     _count = 0
@@ -56,18 +58,38 @@ class SeededSampler(Sampler):
             tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
             return tokens
         index = rest[2] + 1 - self._prompts
+        widths = [params.top_k for params, _ in self._rows_by_params if params.sampling_sets]
+        sets = None
+        if widths:
+            sets = torch.full((count, max(widths)), -1, dtype=torch.int32, device=logits.device)
         if len(self._rows_by_params) == 1:
-            tokens, logprobs = choose(logits, self._seeds, index, self._rows_by_params[0][0])
+            tokens, logprobs = self._choose(self._rows_by_params[0][0], index, logits, sets, None)
         else:
             tokens = torch.empty_like(index)
             logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
             for params, indices in self._rows_by_params:
-                tokens[indices], logprobs[indices] = choose(
-                    logits[indices], self._seeds[indices], index[indices], params
-                )
+                tokens[indices], logprobs[indices] = self._choose(params, index, logits, sets, indices)
         logits_output.next_token_logprobs = logprobs
+        if sets is not None:
+            rows_with_set = sampling_info.sampling_mask_batch_indices
+            logits_output.sampling_mask_output = _make_mask_output(
+                sets[rows_with_set], logprobs[rows_with_set]
+            )
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
+
+    def _choose(
+        self, params: SamplingParams, index: Tensor, logits: Tensor, sets: Tensor | None, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probs of `rows` (None: all), and write their sampling sets into `sets`."""
+        seeds = self._seeds
+        if rows is not None:
+            logits, seeds, index = logits[rows], seeds[rows], index[rows]
+        if not params.sampling_sets or sets is None:
+            return choose(logits, seeds, index, params)
+        tokens, logprobs, found = choose_with_set(logits, seeds, index, params)
+        sets[slice(None) if rows is None else rows, : found.shape[1]] = found
+        return tokens, logprobs
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
 
@@ -77,7 +99,11 @@ class SeededSampler(Sampler):
         indices_by_params: dict[SamplingParams, list[int]] = {}
         for i, row in enumerate(rows):
             indices_by_params.setdefault(
-                SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []
+                SamplingParams(
+                    *(0, row["temperature"], row["top_p"], row["top_k"]),
+                    sampling_sets=row.get("sampling_sets", False),
+                ),
+                [],
             ).append(i)
         self._rows_by_params = [
             (params, copy_to_device(indices) if len(indices_by_params) > 1 else None)
@@ -85,6 +111,15 @@ class SeededSampler(Sampler):
         ]
         self._seeds = copy_to_device([row["seed"] for row in rows])
         self._prompts = copy_to_device([row["prompt"] for row in rows])
+
+
+def _make_mask_output(sets: Tensor, logprobs: Tensor) -> Any:
+    """Return sampling sets as SGLang's SamplingMaskOutput. sets: int32 [rows, k], ids, then -1"""
+    from sglang.srt.layers.logits_processor import SamplingMaskOutput, SamplingMaskStatus
+
+    lengths = (sets >= 0).sum(-1, dtype=torch.int32)
+    statuses = torch.full_like(lengths, int(SamplingMaskStatus.OK))
+    return SamplingMaskOutput(sets, lengths, logprobs, None, statuses)
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
