@@ -244,13 +244,15 @@ class Host:
         self, number: int, prompt: list[int], sampling: dict[str, Any], more: dict[str, Any]
     ) -> None:
         try:
-            answer = await self.engine.async_generate(
+            # Engine.async_generate does the same, but has no return_sampling_mask in 0.5.23.
+            request = self.calls.io.GenerateReqInput(
                 input_ids=prompt,
                 sampling_params=sampling,
                 return_logprob=True,
                 custom_logit_processor=self.processor,
                 **more,
             )
+            answer = await anext(self.calls.manager.generate_request(request, None))
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
             tokens, finish = answer["output_ids"], meta["finish_reason"]["type"]
