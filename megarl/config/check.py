@@ -286,6 +286,9 @@ def _advantage_problems(c: Config) -> Iterator[str]:
     if a.kl_reward and a.advantage in ("per_reward", "tracked", "prompt_value"):
         what = f"cannot be combined with algorithm.advantage {a.advantage}"
         yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
+    if a.advantage_method.squared_probs and a.old_logprobs == "engine":
+        what = "no engine returns the sum of squared probabilities"
+        yield f"algorithm.advantage: {a.advantage}: {what} (set algorithm.old_logprobs=trainer)"
     if not a.kl_weight:
         what = "has no effect while algorithm.kl_weight is 0 (set that, or leave it out)"
         yield from _unused(c, what, "algorithm.kl_estimator")

@@ -13,7 +13,15 @@ PolicyLossName = Literal[
 ]  # fmt: skip
 
 AdvantageName = Literal[
-    "group", "group_mean", "leave_one_out", "per_reward", "tracked", "return", "gae", "prompt_value"
+    "group",
+    "group_mean",
+    "leave_one_out",
+    "per_reward",
+    "tracked",
+    "return",
+    "gae",
+    "prompt_value",
+    "optimal_token",
 ]
 
 
@@ -69,6 +77,7 @@ class Advantage:
     compares_group  whether an advantage depends on the group's other responses
     critic          input of the critic; "": no critic
     columns         further rollout columns that it reads
+    squared_probs   whether it reads the old policy's sum of squared probabilities, column squared_probs
     returns         module:function of targets in value pretraining; "": Monte-Carlo returns
     states          state between steps: (name in a checkpoint, module:function that makes it from
                     `algorithm`)"""
@@ -78,6 +87,7 @@ class Advantage:
     compares_group: bool = False
     critic: Literal["", "responses", "prompts"] = ""
     columns: tuple[str, ...] = ()
+    squared_probs: bool = False
     returns: str = ""
     states: tuple[tuple[str, str], ...] = ()
 
@@ -104,6 +114,12 @@ ADVANTAGES: dict[AdvantageName, Advantage] = {
         "megarl.training.methods.sppo:add_prompt_advantages",
         critic="prompts",
         returns="megarl.training.methods.sppo:add_prompt_returns",
+    ),
+    "optimal_token": Advantage(
+        "optimal_token_advantages",
+        "megarl.training.methods.otb:add_optimal_token_advantages",
+        compares_group=True,
+        squared_probs=True,
     ),
 }
 

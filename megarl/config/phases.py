@@ -127,6 +127,11 @@ def has_reference_in_actor(config: Config) -> bool:
     return config.algorithm.has_reference and config.actor.lora.rank is not None
 
 
+def needs_squared_probs(config: Config) -> bool:
+    """Return whether advantages read the old policy's sum of squared probabilities (OTB)."""
+    return config.algorithm.advantage_method.squared_probs
+
+
 def has_teacher_of_top_k(config: Config) -> bool:
     """Return whether a teacher's top-k tokens are a term of the loss."""
     return bool(config.teacher.top_k) and config.has_teacher
@@ -165,6 +170,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("tracked_advantages",  RL,       NOTHING,         computes_advantages("tracked_advantages")),
     Phase("return_advantages",   RL,       NOTHING,         computes_advantages("return_advantages")),
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
+    Phase("optimal_token_advantages", RL,  NOTHING,         computes_advantages("optimal_token_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
     Phase("teacher_advantages",  RL,       TEACHER,         lambda c: c.has_teacher and not c.teacher.top_k),
@@ -205,7 +211,7 @@ class Columns:
         return frozenset(self.writes.split())
 
 
-WITH_KL_REWARD = "group_advantages return_advantages gae_advantages"
+WITH_KL_REWARD = "group_advantages return_advantages gae_advantages optimal_token_advantages"
 ADVANTAGES = f"{WITH_KL_REWARD} tracked_advantages prompt_advantages"
 
 COLUMNS: tuple[Columns, ...] = (
@@ -234,6 +240,7 @@ COLUMNS: tuple[Columns, ...] = (
         writes="old_logprobs entropy policy_loss_weights",
     ),
     Columns("old_logprobs", writes="uncorrected_weights", when=corrects_mismatch),
+    Columns("old_logprobs", writes="squared_probs", when=needs_squared_probs),
     Columns("parity", reads="tokens engine_logprobs policy_version token_versions"),
     Columns("parity", reads="old_logprobs", when=uses_old_logprobs, stages=RL),
     Columns("old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens"),
@@ -255,6 +262,11 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns("return_advantages", reads="rewards turn_rewards", writes="advantages"),
     Columns("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns"),
+    Columns(
+        "optimal_token_advantages",
+        reads="rewards turn_rewards group_ids old_logprobs squared_probs",
+        writes="advantages",
+    ),
     Columns("critic_agreement", reads="advantages critic_values policy_loss_weights", writes="advantages"),
     Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),

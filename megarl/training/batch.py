@@ -334,17 +334,24 @@ def labels_and_others(micro_batch: MicroBatch, others: Tensor | None) -> Tensor:
     return torch.cat([micro_batch.labels[:, None], others.to(micro_batch.labels.device)], 1)
 
 
-def renormalise(logprobs: Tensor, labels: Tensor) -> Tensor:
-    """Return log-probs of the sampled tokens within their sampling sets, [r].
+def renormalise(output: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, ...]:
+    """Return the actor's output with log-probs of the sampled tokens within their sampling sets, [r].
 
     Its gradient to logits is one-hot - softmax over the set, and 0 elsewhere. A set without ids has all.
+    Squared probabilities are summed over the set, too; the entropy stays that of the whole distribution.
 
-    logprobs: over the whole vocabulary, [r, 1 + k]; labels: int64, each token, the ids of its set, then -1"""
+    output: log-probs over the whole vocabulary [r, 1 + k], entropy, and perhaps sums of squares
+    labels: int64 [r, 1 + k], each token, the ids of its set, then -1"""
+    logprobs, entropy, *squares = output
     is_member = labels[:, 1:] >= 0
     has_set = is_member.any(-1)
     # Rows without a set keep finite numbers, because a gradient of 0 times infinity is NaN.
     normaliser = logprobs[:, 1:].masked_fill(~is_member & has_set[:, None], -torch.inf).logsumexp(-1)
-    return logprobs[:, 0] - torch.where(has_set, normaliser, 0.0)
+    normaliser = torch.where(has_set, normaliser, 0.0)
+    if squares:
+        probs = torch.where(is_member, (logprobs[:, 1:] - normaliser[:, None]).exp(), 0.0)
+        squares = [torch.where(has_set, probs.square().sum(-1), squares[0])]
+    return logprobs[:, 0] - normaliser, entropy, *squares
 
 
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:

@@ -61,9 +61,21 @@ class InferenceModel:
         self.megatron_seconds = 0.0
         self.replays_routing = self.replays_sampling = False
 
-    def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every pipeline stage."""
-        return self._columns(("logprobs", "entropy"), batch, micro_batches)
+    def logprob_columns(
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, squared_probs: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every pipeline stage.
+
+        squared_probs: also a column of the sums of squared probabilities"""
+        if not squared_probs:
+            return self._columns(("logprobs", "entropy"), batch, micro_batches)
+        try:
+            for chunk in self.model.chunks:
+                chunk.sums_squares = True
+            return self._columns(("logprobs", "entropy", "squared_probs"), batch, micro_batches)
+        finally:
+            for chunk in self.model.chunks:
+                chunk.sums_squares = False
 
     def top_k_columns(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int, limit: int
@@ -170,7 +182,7 @@ class InferenceModel:
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
                 if sets is not None:
-                    output = renormalise(output[0], labels), *output[1:]
+                    output = renormalise(output, labels)
                 value, stats = loss(gather_output(micro_batch, output), micro_batch)
                 self.megatron_seconds -= time.perf_counter() - started
                 return value, torch.zeros((), dtype=torch.int, device=value.device), stats

@@ -28,7 +28,7 @@ from tests.engines import load_folder
 from tests.tiny_models import make_tiny_model
 
 EXAMPLES = ROOT / "examples"
-RUNS = ("own_reward", "own_episode")
+RUNS = ("own_reward", "own_episode", "sampling_replay")
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 MAX_LINES = 59
 

@@ -79,20 +79,23 @@ def head_case(runtime: Any) -> list[tuple[Tensor, Tensor]]:
         "chunk": 7,
         "group": group,
     }
-    found, entropy = vocab_parallel_logprobs(mine, shard, labels, temperature=TEMPERATURE, **sizes)
-    logprobs = renormalise(found, labels)
+    output = vocab_parallel_logprobs(mine, shard, labels, temperature=TEMPERATURE, sums_squares=True, **sizes)
+    logprobs, entropy, squared_probs = renormalise(output, labels)
     (logprobs * factors + entropy * entropy_factors).sum().backward()
     dist.all_reduce(mine.grad, group=group)
 
     expected, d_logits, logits = looped(hidden, weight, tokens.tolist(), sets.tolist())
     table = logits.log_softmax(-1)
     expected_entropy = -(table.exp() * table).sum(-1)
+    onehot = torch.zeros_like(table).scatter_(1, tokens[:, None], 1.0)
+    expected_squares = (onehot - d_logits).square().sum(-1)
     d_logits *= factors[:, None]
     d_logits -= entropy_factors[:, None] * table.exp() * (table + expected_entropy[:, None])
     d_logits /= TEMPERATURE
     return [
         (logprobs.detach(), expected),
         (entropy.detach(), expected_entropy),
+        (squared_probs.detach(), expected_squares),
         (mine.grad, d_logits @ weight.double()),
         (shard.grad, (d_logits.T @ hidden.double())[first:end]),
     ]

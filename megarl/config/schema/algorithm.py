@@ -123,8 +123,9 @@ class AlgorithmConfig(Section):
         "return: the return alone; "
         "per_reward: group for each part of the reward, their sum divided by the batch's standard deviation; "
         "tracked: reward minus the prompt's running success rate, normalised over the batch; "
-        "prompt_value: reward minus the value that a critic predicts from the prompt alone",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
+        "prompt_value: reward minus the value that a critic predicts from the prompt alone; "
+        "optimal_token: rewards to go minus the group's baseline of least variance at the token's position",
+        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO; OTB",
     )
     tracker_rho: float = field(
         0.875,
