@@ -1,4 +1,4 @@
-"""Sampling replay: the trainer's log-probs are renormalised over the sets that the engine sampled from.
+"""Sampling replay: the trainer renormalises log-probs over the sets that the engine sampled from.
 
 The reference for log-probs and gradients is a loop in float64 over each token's set."""
 

@@ -464,6 +464,31 @@ def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_pa
     assert sent == [5, 5] and engine.running == 1
 
 
+def test_the_sampling_sets_of_an_answer(tmp_path: Path) -> None:
+    """New sets are appended to those of a prefix, and padded. Sets without their token raise an error."""
+    rollout = {"engine": "sglang", "engine_tp": 2}
+    config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
+    engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
+    engine.weight_version = 4
+    begun = TokenData([9], [-1.0], "abort", [3], sampling_sets=np.array([[9, 2, 8]], np.int32))
+    params = SamplingParams(20, top_k=3, sampling_sets=True)
+
+    def answered(sets: Any) -> TokenData:
+        answer = [5, 6], [-1.0, -2.0], "stop", [("4", 2)], None, sets
+        return engine._token_data(GenerationRequest((7,), 0, begun), answer, params)
+
+    found = answered([[5], [4, 6]]).sampling_sets
+    assert found is not None and found.tolist() == [[9, 2, 8], [5, -1, -1], [4, 6, -1]]
+    for wrong, message in (
+        ([[5]], "1 sampling sets for 2 tokens"),
+        (None, "0 sampling sets for 2 tokens"),
+        ([[5], [4, 7]], "token 6, which is not in its sampling set"),
+        ([[5, 307], [6]], "a sampling set with a token outside of the vocabulary of 307"),
+    ):
+        with pytest.raises(EngineFailure, match=message):
+            answered(wrong)
+
+
 def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:
     """The limit excludes a prefix's tokens; requests longer than the model's positions are refused."""
     config = Config(

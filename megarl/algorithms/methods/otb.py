@@ -1,4 +1,4 @@
-"""Optimal token baseline (arXiv 2602.07078): the baseline of least variance at each position of a group."""
+"""Optimal token baseline (arXiv 2602.07078): of least variance at each position of a group."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def baseline_sums(returns: Tensor, energy: Tensor, slots: Tensor, size: int) -> 
 
 
 def token_baselines(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return B = sum(G W) / (sum(W) + 1e-8), float64 [size]; 0 where fewer than two responses have a token.
+    """Return B = sum(G W) / (sum(W) + 1e-8), float64 [size].
 
-    counts: int64 [size], responses with a token there"""
+    B is 0 where fewer than two responses have a token.
+
+    sums: of `baseline_sums`; counts: int64 [size], responses with a token there"""
     return torch.where(counts > 1, sums[0] / (sums[1] + EPSILON), 0.0)
 
 

@@ -425,7 +425,9 @@ def _pad_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int], vocab: int) 
     if len(sets) != len(tokens):
         return padded, f"{len(sets)} sampling sets for {len(tokens)} tokens"
     for row, (ids, token) in enumerate(zip(sets, tokens, strict=True)):
-        if token not in ids or not all(0 <= other < vocab for other in ids):
-            return padded, f"token {token}, which is not in its sampling set {list(ids[:8])}"
+        if token not in ids:
+            return padded, f"token {token}, which is not in its sampling set of {len(ids)}"
+        if not all(0 <= other < vocab for other in ids):
+            return padded, f"a sampling set with a token outside of the vocabulary of {vocab}"
         padded[row, : len(ids)] = ids
     return padded, ""
