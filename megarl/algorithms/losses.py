@@ -122,7 +122,8 @@ class Objective(NamedTuple):
     objective   J_t, float64 [T], to be maximised
     too_low     bool [T], tokens of clip_fraction_low
     too_high    bool [T], tokens of clip_fraction_high
-    statistics  sums over tokens, for metrics policy/<name>
+    statistics  sums over tokens, for metrics policy/<name>; or over responses, if the name ends with
+                _responses, with their number as `responses`
     """
 
     objective: Tensor
@@ -133,6 +134,15 @@ class Objective(NamedTuple):
 
 # (tokens, **options) -> objective. config/methods.py has the table.
 Surrogate = Callable[..., Objective]
+
+
+def sum_by_sequence(columns: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Sum columns [k, T] over each sequence's tokens, [k, n].
+
+    A micro-batch holds whole sequences, also under context parallelism, whose ranks share their log-probs.
+    """
+    count = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    return columns.new_zeros(len(columns), count).index_add(1, sequence_ids, columns)
 
 
 def ppo(t: Tokens) -> Objective:
@@ -314,7 +324,8 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
     """Return metrics from global sums of statistics over `updates` optimizer steps.
 
-    Losses are means over updates, others over tokens; without tokens 0, or missing if in COUNTED_BY."""
+    Losses are means over updates, others over tokens or responses; without any 0, or missing if in
+    COUNTED_BY."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():
@@ -324,6 +335,7 @@ def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[s
         elif statistic in COUNTED_BY:
             if count := values[f"{prefix}/{COUNTED_BY[statistic]}"]:
                 metrics[name] = value / count
-        elif statistic != "tokens":
-            metrics[name] = value / max(values[f"{prefix}/tokens"], 1.0)
+        elif statistic not in ("tokens", "responses"):
+            unit = "responses" if statistic.endswith("_responses") else "tokens"
+            metrics[name] = value / max(values[f"{prefix}/{unit}"], 1.0)
     return metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.methods import POLICY_LOSSES
+from megarl.config.methods import METHODS, POLICY_LOSSES, method_options
 from megarl.config.phases import WATCHED
 from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
 from megarl.config.schema.section import Section
@@ -30,7 +30,8 @@ SAMPLED = (
     "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_estimator", "kl_reward", "entropy_weight")),
-    *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo", "agreement")),
+    *(f"algorithm.{key}" for key in ("mismatch", "dppo.top_k", "agreement")),
+    *(f"algorithm.{option.key}" for option, _, _ in method_options()),
     "update.share_prompts",
     "guard.parity",
     "guard.parity_layers",
@@ -43,13 +44,8 @@ SAMPLED = (
 READ_WITH = {
     "algorithm.tracker_rho": ("advantage", ("tracked",)),
     "algorithm.gamma": ("advantage", ("gae", "return")),
-    "algorithm.dppo": ("surrogate", ("dppo_tv", "dppo_kl")),
-    "algorithm.sapo": ("surrogate", ("sapo",)),
-    "algorithm.covariance.share": ("surrogate", ("clip_cov", "kl_cov")),
-    "algorithm.covariance.low": ("surrogate", ("clip_cov",)),
-    "algorithm.covariance.high": ("surrogate", ("clip_cov",)),
-    "algorithm.covariance.kl_weight": ("surrogate", ("kl_cov",)),
-    "algorithm.fipo": ("surrogate", ("fipo",)),
+    "algorithm.dppo.top_k": ("surrogate", ("dppo_tv", "dppo_kl")),
+    **{f"algorithm.{option.key}": (switch, names) for option, switch, names in method_options()},
 }
 
 # SGLang's --sampling-mask-max-tokens.
@@ -286,9 +282,6 @@ def _advantage_problems(c: Config) -> Iterator[str]:
     if a.kl_reward and a.advantage in ("per_reward", "tracked", "prompt_value"):
         what = f"cannot be combined with algorithm.advantage {a.advantage}"
         yield f"algorithm.kl_reward: {what} (set it to 0; kl_weight puts the KL into the loss)"
-    if a.advantage_method.squared_probs and a.old_logprobs == "engine":
-        what = "no engine returns the sum of squared probabilities"
-        yield f"algorithm.advantage: {a.advantage}: {what} (set algorithm.old_logprobs=trainer)"
     if not a.kl_weight:
         what = "has no effect while algorithm.kl_weight is 0 (set that, or leave it out)"
         yield from _unused(c, what, "algorithm.kl_estimator")
@@ -337,16 +330,10 @@ def _policy_loss_problems(c: Config) -> Iterator[str]:
         if getattr(a, switch) not in readers:
             what = f"has no effect with algorithm.{switch} {getattr(a, switch)}"
             yield from _unused(c, f"{what} (leave it out, or set that to {' or '.join(readers)})", name)
-    for name, low, high in (
-        ("covariance", a.covariance.low, a.covariance.high),
-        ("fipo", a.fipo.low, a.fipo.high),
-    ):
-        if low >= high:
-            yield f"algorithm.{name}.low: must be less than high {high:g} (got {low:g})"
-    has_one_update = c.update.epochs == 1 and c.update.mini_batch >= c.responses
-    if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and has_one_update:
-        what = f"{a.surrogate} has no effect in the first update of a rollout, and there is only one"
-        yield f"algorithm.surrogate: {what} (lower update.mini_batch)"
+    for switch, table in METHODS.items():
+        for requirement in table[getattr(a, switch)].requirements:
+            if problem := requirement(c):
+                yield problem
     if a.old_logprobs == "engine" and a.dppo.top_k:
         what = "no engine returns the log-probs of its top-k tokens"
         yield f"algorithm.dppo.top_k: {what} (set algorithm.old_logprobs=trainer, or it to 0)"

@@ -77,6 +77,7 @@ class Controller:
         self.returned: list[GroupRequest] = []
         self.lengths: dict[int, float] = {}  # by uid: GroupRequest.expected
         self.orders: list[m.Order] = []
+        self.orders_underway = 0  # passed on to workers, and not followed yet by the first one
         self.next_id = 1
         self.start_rollout(SamplingParams(0))
 

@@ -190,7 +190,7 @@ class RolloutRank:
                 forgotten = controller.take_forgotten()
                 message = m.StoreRollout(order.number, outcome, controller.done, forgotten)
                 is_stored.clear()
-                await controller.hub.send_all(message)
+                await controller.pass_on(message)
                 # The stored state must be that of this moment: no group may be in the next batch yet.
                 await is_stored.wait()
 
@@ -210,19 +210,30 @@ class RolloutRank:
             started = now
             stored = store(message.number, batch, message.done)
             if self.controller is not None:
+                self.controller.orders_underway -= 1
                 await self.controller.hub.send(m.TRAINER, stored)
             is_stored.set()
 
         async def join_transfer(version: int) -> None:
             if self.controller is not None:
+                self.controller.orders_underway -= 1
                 await self.controller.hub.send(m.TRAINER, m.TransferReady(version))
             transfer(version)
 
         self.worker.transfer, self.worker.store = join_transfer, store_batch
         self.worker.on_keep_alive = on_keep_alive
+        # Trainers wait for an engine's answer to an order.
+        self.engine.should_end_poll = self._has_order
         started = time.perf_counter()
         self._run_rollout(decide, ())
-        self.worker.on_keep_alive = None
+        self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
+
+    def _has_order(self) -> bool:
+        """Return whether the worker, or the controller before it, has an order to follow."""
+        if self.controller is None:
+            return m.has_message(self.link.socket)
+        is_underway = self.controller.orders_underway and m.has_message(self.link.socket)
+        return is_underway or m.has_message(self.controller.hub.socket)
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.

@@ -245,7 +245,8 @@ def actor_update(run: Run, step: Step) -> None:
         assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(batch, mini_batch)["logprobs"]
         randoms = sample_uniforms(batch, run.config.seed, step.index, number)
-        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime))
+        options = algorithm.arguments(algorithm.policy_loss.selector_options)
+        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime, **options))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import describe_error, is_inside, read_json
+from megarl.config.methods import method_options
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
 from megarl.config.schema.section import Section, fields
 from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
@@ -83,6 +84,7 @@ ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.in_flight": "none"}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
+ADDED |= {f"algorithm.{option.key}": option.default for option, _, _ in method_options()}
 
 
 @dataclass(frozen=True)

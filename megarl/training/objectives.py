@@ -38,6 +38,7 @@ def actor_loss(
 
     selected: bool [T], chosen by the policy loss's selector."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
+    options = config.arguments(config.policy_loss.options)
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
@@ -59,7 +60,7 @@ def actor_loss(
             config.clip_high,
             entropy.detach(),
             surrogate=surrogate,
-            options=config.policy_loss_options,
+            options=options,
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[micro_batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[micro_batch.token_indices].to(weights.device),

@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipes import PRESETS
 from megarl.config.schema import AgreementConfig
 from megarl.config.schema.section import Section, fields, section_model
+from tests.methods import methods_without_recipe
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -280,6 +281,11 @@ class TestFilesOfTheProject:
         a = config.algorithm
         assert (a.advantage, a.whiten, a.aggregation) == ("group_mean", True, "token")
         assert (a.kl_reward, a.kl_weight, a.kl_estimator) == (0.0, 1e-5, "k2")
+
+    def test_each_method_has_a_recipe_or_a_file(self) -> None:
+        for switch, name in methods_without_recipe():
+            config = load_config(CONFIGS / "methods" / f"{name}.yaml")
+            assert getattr(config.algorithm, switch) == name
 
     def test_there_are_such_files(self) -> None:
         names = {str(file.relative_to(CONFIGS)) for file in self.FILES}

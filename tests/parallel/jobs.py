@@ -298,7 +298,8 @@ def gradients(
         of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
         draws = sample_uniforms(experience, 0, 1, 1)
         select = load_function(selector)
-        found = select(algorithm, experience, micro_batches, of_policy, draws, runtime)
+        arguments = algorithm.arguments(algorithm.policy_loss.selector_options)
+        found = select(algorithm, experience, micro_batches, of_policy, draws, runtime, **arguments)
         loss = actor_loss(algorithm, experience, found)
     else:
         loss = actor_loss(algorithm, experience, teacher=config.teacher)

@@ -5,12 +5,15 @@ The reference is one rank with one micro-batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.config import load_config
+from megarl.config.methods import POLICY_LOSSES
 from megarl.data.batch import TrainBatch
 from tests.parallel import jobs
 from tests.ranks import RankPool
@@ -75,10 +78,17 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value of prompts": ("critic", {"advantage": "prompt_value"}),
     "value of prompts, overlong filter": ("critic", {"advantage": "prompt_value", "overlong": True}),
 }
+METHODS = Path(__file__).parents[2] / "configs/methods"
+for name in sorted(set(POLICY_LOSSES) - {options.get("surrogate", "ppo") for _, options in TERMS.values()}):
+    preset = load_config(METHODS / f"{name}.yaml").algorithm.model_dump(exclude_defaults=True)
+    tests = import_module(f"tests.algorithms.test_{name}")
+    options = preset | getattr(tests, "FOR_RANDOM_RATIOS", {})
+    TERMS[name] = ("actor", {key: value for key, value in options.items() if key != "advantage"})
 ACTS = {  # a statistic that shows that the surrogate treats some tokens differently from PPO
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
     **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
     "teacher's top k": "taught",
+    **{name: "selected" for name in TERMS if name in POLICY_LOSSES and POLICY_LOSSES[name].selector},
 }
 FAST = {
     *("VAPO", "Clip-Cov", "DPPO by top k", "entropy", "value", "T-PPO"),

@@ -4,11 +4,8 @@ from megarl.config.schema.actor import LoraConfig, MuonConfig, OptimizerConfig
 from megarl.config.schema.algorithm import (
     AgreementConfig,
     AlgorithmConfig,
-    CovarianceConfig,
     DppoConfig,
-    FipoConfig,
     MismatchConfig,
-    SapoConfig,
 )
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.cluster import ClusterConfig
@@ -41,7 +38,6 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
-    "CovarianceConfig",
     "CriticConfig",
     "DataConfig",
     "DataEntry",
@@ -49,7 +45,6 @@ __all__ = [
     "DynamicSamplingConfig",
     "EvaluationConfig",
     "EvaluationSet",
-    "FipoConfig",
     "Fp8Config",
     "GuardConfig",
     "GymConfig",
@@ -67,7 +62,6 @@ __all__ = [
     "RewardModelConfig",
     "RewardTerm",
     "RolloutConfig",
-    "SapoConfig",
     "ScheduleConfig",
     "SupervisedConfig",
     "TeacherConfig",

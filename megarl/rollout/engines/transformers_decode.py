@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -139,8 +139,10 @@ class DecodeLoop:
         self.used = self.longest = 0
         return {key: (requests[key], structs.replace(data, finish_reason="abort")) for key, data in responses}
 
-    def run(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return finished responses. Raises FloatingPointError at NaN logits."""
+    def run(self, seconds: float, should_end: Callable[[], bool]) -> list[tuple[int, TokenData]]:
+        """Decode until all requests are finished, for `seconds` or until `should_end()`.
+
+        Returns finished responses. Raises FloatingPointError at NaN logits."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -158,7 +160,7 @@ class DecodeLoop:
                     self._admit()
                 else:
                     self._step()
-                is_late = time.monotonic() >= deadline
+                is_late = time.monotonic() >= deadline or should_end()
                 responses += self._sweep(at_once=is_late)
                 if is_late:
                     break
