@@ -96,7 +96,7 @@ def has_trainer_logprobs(c: Any) -> str:
 def has_advantages_of_responses(c: Any) -> str:
     """Require one advantage for all tokens of a response."""
     a = c.algorithm
-    if a.advantage in ("gae", "return", "optimal_token"):
+    if a.advantage in ("gae", "return", "otb"):
         what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
         return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
     if c.has_teacher and not c.teacher.top_k:
@@ -426,7 +426,7 @@ ADVANTAGES: dict[str, Advantage] = {
         critic="prompts",
         returns="megarl.training.methods.sppo:add_prompt_returns",
     ),
-    "optimal_token": Advantage(
+    "otb": Advantage(
         "megarl.training.methods.otb:add_optimal_token_advantages",
         "rewards to go minus the group's baseline of least variance at the token's position",
         "OTB",

@@ -61,6 +61,10 @@ class TestKeys:
         "rollout.routing_replay=true": (
             "rollout.routing_replay: a qwen2 model has no experts (set it to false)"
         ),
+        "algorithm.advantage=otb algorithm.old_logprobs=engine": (
+            "{x}: algorithm.advantage: otb: no engine returns the sum of squared probabilities (set "
+            "algorithm.old_logprobs=trainer)"
+        ),
         "rollout.sampling_replay=true": (
             "{x}: rollout.sampling_replay: needs 1 < rollout.top_k <= 4096, as top_p alone limits no set "
             "(got 0; set top_k, or it to false)"

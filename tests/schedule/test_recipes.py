@@ -476,7 +476,7 @@ def test_sampling_replay(warm: Path, tmp_path: Path, layout: str) -> None:
     With the optimal token baseline, whose probabilities are those of the sets. Checked against transformers.
     """
     options = ["rollout.top_k=4", "rollout.top_p=0.9", "rollout.sampling_replay=true", "steps=1"]
-    options += ["algorithm.advantage=optimal_token", "algorithm.kl_weight=0.01", "checkpoint.rollouts=true"]
+    options += ["algorithm.advantage=otb", "algorithm.kl_weight=0.01", "checkpoint.rollouts=true"]
     records = train(warm, "dapo", tmp_path / "run", *options, "parallel.tp=1", layout)
     [record] = [record for record in records if record["stage"] == "train"]
     assert record["mismatch/logprob_abs_max"] < 1e-4 and record["policy/grad_norm"] > 0

@@ -42,8 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
     "SPPO": {"advantage": "prompt_value"},
-    "OTB": {"advantage": "optimal_token"},
-    "OTB with KL": {"advantage": "optimal_token", "kl_reward": BETA},
+    "OTB": {"advantage": "otb"},
+    "OTB with KL": {"advantage": "otb", "kl_reward": BETA},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
     # Overlong filtering excludes truncated responses from the loss and from the statistics of advantages.
     "GDPO, filtered": {"advantage": "per_reward", "overlong": True},
@@ -126,7 +126,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         assert add_tracked_advantages(*arguments)["tracker/known"] == 0
         metrics = add_tracked_advantages(*arguments)  # the next step, with the same responses
         assert metrics["tracker/known"] == 1
-    elif config.algorithm.advantage == "optimal_token":
+    elif config.algorithm.advantage == "otb":
         metrics = add_optimal_token_advantages(config, rollout, experience, runtime)
     elif config.algorithm.advantage == "return":
         metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
@@ -230,7 +230,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
                 "advantages": [scores[i] - (2 * chance - 1)] * n,
                 "returns": [float(batch["correct"][i])] + [0.0] * (n - 1),
             }
-        elif kind == "optimal_token":
+        elif kind == "otb":
             found[i] = {"advantages": []}
             for k in range(n):
                 alike = [j for j in range(12) if groups[j] == groups[i] and len(spans[j]) > k]
