@@ -26,6 +26,7 @@ SAMPLED = (
     "rollout.window",
     "rollout.routing_replay",
     "rollout.routing_compare",
+    "rollout.sampling_replay",
     "reward.overlong",
     "reward.model",
     "reward.judge",
@@ -57,6 +58,9 @@ RESERVED = {
     *("model", "messages", "temperature", "seed", "max_completion_tokens", "max_tokens"),
     *("n", "stream", "response_format"),
 }
+
+# SGLang's --sampling-mask-max-tokens.
+MAX_SAMPLING_SET = 4096
 
 # Folders of run_dir that a run may replace.
 RUN_WRITES = (
@@ -386,6 +390,8 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"
+    if r.sampling_replay:
+        yield from _sampling_replay_problems(c)
     if "trust_remote_code" in r.engine_options:
         what = "code in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"
@@ -394,6 +400,25 @@ def _engine_problems(c: Config) -> Iterator[str]:
         what = f"moe_runner_backend: {runner} needs another order of expert weights"
         yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
     yield from draft_problems(c)
+
+
+def _sampling_replay_problems(c: Config) -> Iterator[str]:
+    r, key = c.rollout, "rollout.sampling_replay"
+    if not 1 < r.top_k <= MAX_SAMPLING_SET:
+        what = f"needs 1 < rollout.top_k <= {MAX_SAMPLING_SET}, as top_p alone limits no set"
+        yield f"{key}: {what} (got {r.top_k}; set top_k, or it to false)"
+    if not r.capabilities.returns_sampling_sets:
+        yield f"{key}: rollout.engine {r.engine} returns no sampling sets (set it to false)"
+    if r.engine_options.get("speculative_algorithm"):
+        what = "SGLang's speculative decoding returns no sampling sets"
+        yield f"rollout.engine_options: speculative_algorithm: {what} (leave it out, or {key} false)"
+    if c.teacher.weights is not None:
+        what = "its prompts have other positions than rollout.sampling_replay's sets"
+        yield f"teacher.weights: {what} (leave one of them out)"
+    for name, top_k in (("algorithm.dppo.top_k", c.algorithm.dppo.top_k), ("teacher.top_k", c.teacher.top_k)):
+        if top_k:
+            what = "compares the whole distribution, not rollout.sampling_replay's sets"
+            yield f"{name}: {what} (leave one of them out)"
 
 
 def _episode_problems(c: Config) -> Iterator[str]:

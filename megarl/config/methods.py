@@ -85,10 +85,18 @@ def has_engine_ratio(c: Any) -> str:
     return "" if fits else f"algorithm.old_logprobs: {what} (got {a.old_logprobs})"
 
 
+def has_trainer_logprobs(c: Any) -> str:
+    """Require the trainer's pass over the old policy."""
+    a = c.algorithm
+    what = f"{a.advantage}: no engine returns the sum of squared probabilities"
+    fits = a.old_logprobs == "trainer"
+    return "" if fits else f"algorithm.advantage: {what} (set algorithm.old_logprobs=trainer)"
+
+
 def has_advantages_of_responses(c: Any) -> str:
     """Require one advantage for all tokens of a response."""
     a = c.algorithm
-    if a.advantage in ("gae", "return"):
+    if a.advantage in ("gae", "return", "otb"):
         what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
         return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
     if c.has_teacher and not c.teacher.top_k:
@@ -355,6 +363,7 @@ class Advantage:
     compares_group   whether an advantage depends on the group's other responses
     critic           input of the critic; "": no critic
     columns          further rollout columns that it reads
+    squared_probs    whether it reads the old policy's sum of squared probabilities, column squared_probs
     returns          module:function of targets in value pretraining; "": Monte-Carlo returns
     states           state between steps: (name in a checkpoint, module:function that makes it from
                      `algorithm`)"""
@@ -368,6 +377,7 @@ class Advantage:
     compares_group: bool = False
     critic: Literal["", "responses", "prompts"] = ""
     columns: tuple[str, ...] = ()
+    squared_probs: bool = False
     returns: str = ""
     states: tuple[tuple[str, str], ...] = ()
 
@@ -415,6 +425,15 @@ ADVANTAGES: dict[str, Advantage] = {
         phase="prompt_advantages",
         critic="prompts",
         returns="megarl.training.methods.sppo:add_prompt_returns",
+    ),
+    "otb": Advantage(
+        "megarl.training.methods.otb:add_optimal_token_advantages",
+        "rewards to go minus the group's baseline of least variance at the token's position",
+        "OTB",
+        requirements=(has_trainer_logprobs,),
+        phase="optimal_token_advantages",
+        compares_group=True,
+        squared_probs=True,
     ),
     "maxrl": Advantage(
         "megarl.algorithms.methods.maxrl:relative_rewards",

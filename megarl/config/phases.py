@@ -127,6 +127,11 @@ def has_reference_in_actor(config: Config) -> bool:
     return config.algorithm.has_reference and config.actor.lora.rank is not None
 
 
+def needs_squared_probs(config: Config) -> bool:
+    """Return whether advantages read the old policy's sum of squared probabilities (OTB)."""
+    return config.algorithm.advantage_method.squared_probs
+
+
 def has_teacher_of_top_k(config: Config) -> bool:
     """Return whether a teacher's top-k tokens are a term of the loss."""
     return bool(config.teacher.top_k) and config.has_teacher
@@ -187,6 +192,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("tracked_advantages",  RL,       NOTHING,         computes_advantages("tracked_advantages")),
     Phase("return_advantages",   RL,       NOTHING,         computes_advantages("return_advantages")),
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
+    Phase("optimal_token_advantages", RL,  NOTHING,         computes_advantages("optimal_token_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
     Phase("teacher_advantages",  RL,       TEACHER,         teaches("advantages", as_actor=False)),
@@ -231,7 +237,7 @@ class Columns:
         return frozenset(self.writes.split())
 
 
-WITH_KL_REWARD = "group_advantages return_advantages gae_advantages"
+WITH_KL_REWARD = "group_advantages return_advantages gae_advantages optimal_token_advantages"
 TEACHERS = "teacher_advantages teacher_logprobs teacher_top_k"
 ADVANTAGES = f"{WITH_KL_REWARD} tracked_advantages prompt_advantages"
 
@@ -240,8 +246,8 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "rollout",
         writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-        # continued responses, turn rewards, recorded experts, windows
-        may_write="token_versions turn_rewards routing prefix_tokens unfinished",
+        # continued responses, turn rewards, recorded experts, windows, sampling sets
+        may_write="token_versions turn_rewards routing prefix_tokens unfinished sampling_sets",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
     Columns(
@@ -262,6 +268,7 @@ COLUMNS: tuple[Columns, ...] = (
         writes="old_logprobs entropy policy_loss_weights",
     ),
     Columns("old_logprobs", writes="uncorrected_weights", when=corrects_mismatch),
+    Columns("old_logprobs", writes="squared_probs", when=needs_squared_probs),
     Columns("parity", reads="tokens engine_logprobs policy_version token_versions"),
     Columns("parity", reads="old_logprobs", when=uses_old_logprobs, stages=RL),
     Columns("old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens"),
@@ -283,6 +290,11 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns("return_advantages", reads="rewards turn_rewards", writes="advantages"),
     Columns("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns"),
+    Columns(
+        "optimal_token_advantages",
+        reads="rewards turn_rewards group_ids old_logprobs squared_probs",
+        writes="advantages",
+    ),
     Columns("critic_agreement", reads="advantages critic_values policy_loss_weights", writes="advantages"),
     Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),
@@ -309,6 +321,11 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns(TEACHERS, reads="teachers", when=has_teacher_by_source),
     Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=has_self_teacher),
+    Columns(
+        TEACHERS,
+        reads="sampling_sets",
+        when=lambda c: has_teacher_by_source(c) and c.rollout.sampling_replay,
+    ),
     Columns(
         TEACHERS,
         reads="group_ids",

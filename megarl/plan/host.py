@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.phases import ROLLOUT, select_phases
-from megarl.plan.disk import checkpoint_bytes, routed_bytes, stored_batch_bytes
+from megarl.plan.disk import checkpoint_bytes, routed_bytes, sampling_set_bytes, stored_batch_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import phase_buffers
 from megarl.plan.sizes import FP32, GIB
@@ -94,9 +94,9 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     bytes_per_token = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * bytes_per_token
-    # Top-k tokens and log-probs, twice more while packed; experts, once more.
+    # Top-k tokens and log-probs, twice more while packed; experts and sampling sets, once more.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
-    bytes_per_token += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
+    bytes_per_token += 3 * 2 * FP32 * top_k + 2 * (routed_bytes(plan) + sampling_set_bytes(plan))
     rank_bytes = tokens / plan.layout.dp * bytes_per_token + stored_batch_bytes(plan) / plan.layout.world
     return rank_bytes + config.responses * KNOWN
 

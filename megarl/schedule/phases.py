@@ -62,9 +62,12 @@ def old_logprobs(run: Run, step: Step) -> None:
     # With weights in flight a batch has tokens of several versions, and all are compared.
     version = None if schedule.in_flight != "none" else max(0, step.number - 1 - schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
-    columns = run.actor.logprob_columns(batch, batch.micro_batches)
+    needs_squares = run.config.algorithm.advantage_method.squared_probs
+    columns = run.actor.logprob_columns(batch, batch.micro_batches, squared_probs=needs_squares)
     step.metrics |= run.actor.routing_metrics()
     batch["old_logprobs"], batch["entropy"] = columns["logprobs"], columns["entropy"]
+    if needs_squares:
+        batch["squared_probs"] = columns["squared_probs"]
     step.count_tokens(passes=1)
     step.add(*policy_statistics(batch, run.runtime))
     step.add(*mismatch(batch, columns["logprobs"], version, run.runtime))
@@ -149,6 +152,11 @@ def gae_advantages(run: Run, step: Step) -> None:
     """Compute generalised advantages and returns (VAPO eq. 3 and 5)."""
     add_gae = load_function(run.config.gae_function)
     step.add(*add_gae(run.config, step.batch, run.runtime))
+
+
+def optimal_token_advantages(run: Run, step: Step) -> None:
+    add_advantages = load_function(run.config.algorithm.advantage_method.function)
+    step.metrics |= add_advantages(run.config, step.rollout, step.batch, run.runtime)
 
 
 def critic_agreement(run: Run, step: Step) -> None:

@@ -149,7 +149,9 @@ def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceMo
         return None
     if builder.config.actor.lora.rank is None:
         return builder.build_frozen("reference")
-    return InferenceModel("reference", actor.model, builder.runtime, adapters=False)
+    reference = InferenceModel("reference", actor.model, builder.runtime, adapters=False)
+    reference.replays_sampling = actor.replays_sampling
+    return reference
 
 
 def build_teachers(builder: ModelBuilder, actor: TrainableModel) -> list[InferenceModel]:

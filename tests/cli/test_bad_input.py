@@ -64,6 +64,18 @@ class TestKeys:
         "rollout.routing_replay=true": (
             "rollout.routing_replay: a qwen2 model has no experts (set it to false)"
         ),
+        "algorithm.advantage=otb algorithm.old_logprobs=engine": (
+            "{x}: algorithm.advantage: otb: no engine returns the sum of squared probabilities (set "
+            "algorithm.old_logprobs=trainer)"
+        ),
+        "rollout.sampling_replay=true": (
+            "{x}: rollout.sampling_replay: needs 1 < rollout.top_k <= 4096, as top_p alone limits no set "
+            "(got 0; set top_k, or it to false)"
+        ),
+        "rollout.sampling_replay=true rollout.top_k=5 algorithm.surrogate=dppo_tv algorithm.dppo.top_k=4": (
+            "{x}: algorithm.dppo.top_k: compares the whole distribution, not rollout.sampling_replay's sets "
+            "(leave one of them out)"
+        ),
         "rollout.routing_compare=true": (
             "{x}: rollout.routing_compare: needs rollout.routing_replay true and "
         ),

@@ -29,7 +29,7 @@ from tests.judge_server import right_if_reference, serve
 from tests.tiny_models import make_tiny_model
 
 EXAMPLES = ROOT / "examples"
-RUNS = ("own_reward", "own_episode", "self_distillation")
+RUNS = ("own_reward", "own_episode", "self_distillation", "sampling_replay")
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 MAX_LINES = 59
 

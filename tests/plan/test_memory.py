@@ -428,6 +428,26 @@ def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
     assert more == pytest.approx(8 * (2 + 2) * 384 * 256 * 16 * (2048 + 20480) / 32)
 
 
+def test_sampling_sets_are_counted() -> None:
+    """Hosts hold each token's ids as received and packed; a GPU the ids' log-probs in log-prob passes."""
+    without, with_it = (
+        make_plan_inputs(
+            load_config(
+                ROOT / "configs/dapo_30b_a3b.yaml", ["rollout.top_k=50", f"rollout.sampling_replay={replay}"]
+            ),
+            KNOWN_MODELS["Qwen3-30B-A3B"],
+        )
+        for replay in ("false", "true")
+    )
+    more = node_bytes(with_it)["rollouts"] - node_bytes(without)["rollouts"]
+    assert more == pytest.approx(8 * (2 + 2) * 200 * 256 * 16 * (2048 + 20480) / 32)
+    for name in ("old_logprobs", "actor_update"):
+        bytes_by_replay = [
+            max(need.total for need in gpu_needs(plan) if need.phase == name) for plan in (without, with_it)
+        ]
+        assert bytes_by_replay[1] > bytes_by_replay[0], name
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 1)], ids=str)
 def test_a_rank_holds_its_share_of_the_batch(ranks: Callable[..., RankPool], layout: tuple[int, ...]) -> None:
     """Planned bytes of a rank's share and sampled responses are 1 to 1.5 times those of real tensors.

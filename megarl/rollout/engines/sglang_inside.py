@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
 from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
-from megarl.rollout.sampling import SamplingParams, choose
+from megarl.rollout.sampling import SamplingParams, choose, choose_with_set
 
 BACKEND = "pytorch"  # required on a CPU
 # Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
@@ -21,8 +21,10 @@ BACKEND = "pytorch"  # required on a CPU
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
-class KeepParams(CustomLogitProcessor):
-    """Never called. SGLang keeps `custom_params` only for requests with a logit processor."""
+class KeepParams(DisallowedTokensLogitsProcessor):
+    """Never called. SGLang keeps `custom_params` only for requests with a logit processor.
+
+    With this base class SGLang also returns sampling masks (supports_sampling_mask)."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
@@ -31,9 +33,9 @@ class KeepParams(CustomLogitProcessor):
 class SeededRows:
     """Samples by sampling.py for the requests of a batch.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
-    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
-    they copied to the device."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k, and
+    sampling_sets (equal to the request's return_sampling_mask). SGLang extends a batch's list of them, and
+    replaces it when a request ends (SamplingBatchInfo). Only then are they copied to the device."""
 
     _rows: Any = None
     _count = 0
@@ -44,7 +46,7 @@ class SeededRows:
 
     def choose(
         self, rows: Any, logits: Tensor, positions: Tensor, width: int = 1
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Sample the token after each position; None if a request has no params.
 
         Args:
@@ -52,7 +54,8 @@ class SeededRows:
             logits: [requests * width, vocab]; positions: int64 [requests * width], of the preceding tokens
             width: positions of a request
 
-        Returns tokens int64 and log-probs float32, [requests * width] each."""
+        Returns tokens int64 and log-probs float32, [requests * width] each; and sampling sets, int32
+        [requests * width, k], ids, then -1, or None if no request wants them."""
         count = len(rows or ())
         if rows and (rows is not self._rows or count != self._count):
             self._rows, self._count = rows, count
@@ -65,19 +68,24 @@ class SeededRows:
         if width > 1:
             seeds, prompts = seeds.repeat_interleave(width), prompts.repeat_interleave(width)
         index = positions + 1 - prompts
-        if len(self._rows_by_params) == 1:
-            return choose(logits, seeds, index, self._rows_by_params[0][0])
+        widest = max((params.top_k for params, _ in self._rows_by_params if params.sampling_sets), default=0)
+        sets = None
+        if widest:
+            sets = torch.full((len(index), widest), -1, dtype=torch.int32, device=logits.device)
         tokens = torch.empty_like(index)
         logprobs = torch.empty(len(index), dtype=torch.float32, device=logits.device)
         for params, indices in self._rows_by_params:
-            assert indices is not None
-            if width > 1:
+            if indices is not None and width > 1:
                 offsets = torch.arange(width, device=indices.device)
                 indices = (indices[:, None] * width + offsets).flatten()
-            tokens[indices], logprobs[indices] = choose(
-                logits[indices], seeds[indices], index[indices], params
-            )
-        return tokens, logprobs
+            chosen = slice(None) if indices is None else indices
+            inputs = logits[chosen], seeds[chosen], index[chosen], params
+            if sets is not None and params.sampling_sets:
+                tokens[chosen], logprobs[chosen], found = choose_with_set(*inputs)
+                sets[chosen, : found.shape[1]] = found
+            else:
+                tokens[chosen], logprobs[chosen] = choose(*inputs)
+        return tokens, logprobs, sets
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
 
@@ -87,7 +95,11 @@ class SeededRows:
         indices_by_params: dict[SamplingParams, list[int]] = {}
         for i, row in enumerate(rows):
             indices_by_params.setdefault(
-                SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []
+                SamplingParams(
+                    *(0, row["temperature"], row["top_p"], row["top_k"]),
+                    sampling_sets=row.get("sampling_sets", False),
+                ),
+                [],
             ).append(i)
         self._rows_by_params = [
             (params, copy_to_device(indices) if len(indices_by_params) > 1 else None)
@@ -107,9 +119,22 @@ class SeededSampler(SeededRows, Sampler):
         if chosen is None:
             tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
             return tokens
-        tokens, logits_output.next_token_logprobs = chosen
+        tokens, logprobs, sets = chosen
+        logits_output.next_token_logprobs = logprobs
+        if sets is not None:
+            wanted = sampling_info.sampling_mask_batch_indices
+            logits_output.sampling_mask_output = _make_mask_output(sets[wanted], logprobs[wanted])
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
+
+
+def _make_mask_output(sets: Tensor, logprobs: Tensor) -> Any:
+    """Return sampling sets as SGLang's SamplingMaskOutput. sets: int32 [rows, k], ids, then -1"""
+    from sglang.srt.layers.logits_processor import SamplingMaskOutput, SamplingMaskStatus
+
+    lengths = (sets >= 0).sum(-1, dtype=torch.int32)
+    statuses = torch.full_like(lengths, int(SamplingMaskStatus.OK))
+    return SamplingMaskOutput(sets, lengths, logprobs, None, statuses)
 
 
 def run_scheduler(*arguments: Any, **options: Any) -> None:
