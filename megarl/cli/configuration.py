@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
+from megarl.cli.hub import local_config, planned_config
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import dump_yaml
@@ -61,6 +62,10 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
 
     config = load_config(path, overrides)
     check_config(config, str(path))
+    try:
+        config = local_config(config, str(path), cached=True)
+    except ConfigError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
         note = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
@@ -279,6 +284,7 @@ def plan(
 
     config = load_config(path, overrides)
     check_config(config, str(path))
+    config = planned_config(config, str(path), model)
     for option, value, maximum in (
         ("--mean-length", mean_length, config.rollout.max_response_tokens if config.has_engine else None),
         ("--length-deviation", length_deviation, None),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option, Typer
 
+from megarl.cli.hub import local_model
 from megarl.config.errors import ConfigError, MegarlError
 from megarl.config.text import printable
 
@@ -34,7 +35,9 @@ app = Typer(
 
 @app.command()
 def to_megatron(
-    source: Annotated[Path, Argument(metavar="HF_DIR", help="folder with config.json and *.safetensors")],
+    source: Annotated[
+        Path, Argument(metavar="HF_DIR", help="folder with config.json and *.safetensors, or a Hub name")
+    ],
     out: Out,
     *,
     tp: Annotated[int, Option(metavar="N", help=f"tensor{CUT}")] = 1,
@@ -52,6 +55,7 @@ def to_megatron(
     if min(tp, pp, ep) < 1:
         raise ConfigError(f"--tp, --pp and --ep must be at least 1 (got {tp}, {pp}, {ep})")
     layout = conversion_layout(tp, pp, ep)
+    source = local_model(source, "HF_DIR")
     job = partial(hf_to_megatron, source, out, layout, critic=critic, verify=verify, watch=_progress)
     return _convert(job, out, verify)
 
@@ -74,6 +78,8 @@ def to_hf(
     """Write a Megatron distributed checkpoint as a Hugging Face folder."""
     from megarl.weights.megatron import megatron_to_hf
 
+    if source is not None:
+        source = local_model(source, "--source", level="tokenizer")
     job = partial(
         megatron_to_hf,
         checkpoint,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides
+from megarl.cli.hub import MODEL, local_config
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.schema import DataEntry
@@ -49,10 +50,13 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    from megarl.schedule.tokenizer_checks import check_tokenizer
-    from megarl.weights.megatron import open_model
+    config = local_config(config, str(path), data=[name], models=[MODEL], level="tokenizer")
+    entries = config.data.eval if held_out else config.data.train
+    from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
+    from megarl.weights.families import read_config
 
-    tokenizer = check_tokenizer(config, open_model(config.model.path))
+    model = config.model.path
+    tokenizer = check_tokenizer(config, ModelDescription(model, read_config(model)))
     if config.has_engine or held_out:
         examples, report = _read_prompts(config, name, entries, tokenizer, held_out=held_out, mcp=mcp)
     else:

@@ -16,6 +16,7 @@ from rich.text import Text
 from typer import Option
 
 from megarl.cli.arguments import ConfigFile, Overrides
+from megarl.cli.hub import MODEL, local_config, local_model
 from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import load_config
 from megarl.config.check import real
@@ -58,6 +59,15 @@ def evaluate(
     parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
     config = config.model_copy(update={"parallel": parallel, "schedule": ScheduleConfig()})
     folder = out or config.run_dir / "eval"
+    if checkpoint is not None:
+        checkpoint = local_model(checkpoint, "--checkpoint")
+    config = local_config(
+        config,
+        str(path),
+        data=["data.eval"],
+        models=[] if checkpoint and (checkpoint / "config.json").is_file() else [MODEL],
+        folder=folder,
+    )
     from megarl.schedule.evaluation import find_policy
 
     def check() -> None:

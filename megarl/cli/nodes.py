@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from megarl.cli.arguments import ConfigFile, Overrides
+from megarl.cli.hub import local_config
 from megarl.cli.ranks import checks_packages
 from megarl.config import Config, load_config
 
@@ -46,6 +47,7 @@ def preflight(
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
+    config = local_config(config, str(path), folder=config.run_dir, first=node == 0)
     place = NodePlace(node, nodes, host, port, limit)
     notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from megarl.cli.arguments import ConfigFile, Overrides, Wait, key_values
+from megarl.cli.hub import local_config
 from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import dump_config, load_config
 from megarl.config.errors import ConfigError
@@ -57,6 +58,7 @@ def train(
     if profile is not None:
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
+    config = local_config(config, str(path), folder=config.run_dir)
     # Before the imports, which take seconds. The ranks get SIGUSR1; SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as stack:
         if not passes_on_rank_0(lambda: check_run(config, str(path))):
@@ -205,6 +207,7 @@ def replay(
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(file, [set_key("run_dir", run), *overrides])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
+    config = local_config(config, str(file), folder=run)
 
     def check() -> None:
         from megarl.schedule.preflight import preflight

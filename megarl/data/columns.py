@@ -21,6 +21,8 @@ _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "s
 # TRL: a conversation, and the text after a prompt.
 _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
+# Open-Reasoner-Zero: a question and its reference answer, in columns named by numbers.
+_NUMBERED_PROMPT, _NUMBERED_ANSWER = "0.value", "1.ground_truth.value"
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 MAX_RESPONSE = 1 << 22
@@ -43,6 +45,7 @@ def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
     ]
     answers = () if response_key else (_OTHER_ANSWER, _SOLUTION)
     columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES]
+    columns += [key.split(".")[0] for key in (_NUMBERED_PROMPT, _NUMBERED_ANSWER)]
     return [*dict.fromkeys(columns), "data_source", "extra_info"]
 
 
@@ -76,6 +79,8 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    if value is None:
+        column, value = _NUMBERED_PROMPT, value_at(row, _NUMBERED_PROMPT)
     no_prompt_error = UnusableRow(
         f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}"
     )
@@ -191,6 +196,8 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
         column, value = _find_column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
     if value is None:
         column, value = _find_reply(row, "data.answer_key", path)
+    if value is None:
+        column, value = _NUMBERED_ANSWER, value_at(row, _NUMBERED_ANSWER)
     if isinstance(value, str) and column.lower() in WORKED:
         value = final_answer(value)
     if value is None:
