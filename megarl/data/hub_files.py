@@ -33,7 +33,8 @@ def weight_files(names: Iterable[str], index: Mapping[str, Any] | None) -> list[
 
     With an index these are the files in it. Else all at the top, but Mistral's second copy `consolidated`."""
     if index is not None:
-        return sorted({str(name) for name in index.get("weight_map", {}).values()})
+        files = index.get("weight_map")
+        return sorted(map(str, {*files.values()})) if isinstance(files, dict) else []
     return [name for name in names if re.fullmatch(r"(?!consolidated)[^/]+\.safetensors", name)]
 
 
@@ -88,15 +89,13 @@ def _place(name: str, wanted: str | None) -> tuple[str, str]:
     """Return (subset, split) of a file by its folders and name; the split is "" if none is named."""
     asked = wanted.rpartition("/")[2] if wanted else ""
     parts = PurePosixPath(name).with_suffix("").parts
-    split, where = "", len(parts)
-    for position, part in enumerate(parts):
-        words = re.split(r"[._-]", part)
-        split = next(
-            (word for word in (asked, *_KNOWN) if word and (word in words or word == part)),
-            "",
-        )
-        if split:
-            where = position
+    words = [re.split(r"[._-]", part) for part in parts]
+    # A name that is asked for may be a subset's: only a file of exactly this name comes before known splits.
+    split, where = (asked, len(parts) - 1) if asked and parts[-1] == asked else ("", len(parts))
+    for known in () if split else (_KNOWN, (asked,)):
+        found = [(word, i) for i, part in enumerate(parts) for word in (*words[i], part) if word in known]
+        if found and found[0][0]:
+            split, where = found[0]
             break
     folders = [part for part in parts[: min(where, len(parts) - 1)] if part != "data"]
     return ("/".join(folders) or DEFAULT), split

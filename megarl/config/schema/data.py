@@ -82,7 +82,11 @@ class GymConfig(Section):
 class DataEntry(Section):
     """An entry of data.train: a path, or a section with `path` or `gym`."""
 
-    path: Path | None = field(None, "parquet or jsonl file; an entry with nothing else may be the path alone")
+    path: Path | None = field(
+        None,
+        "parquet or jsonl file, or a name of the Hub, `owner/name[@revision][:subset/split]`; "
+        "an entry with nothing else may be the path alone",
+    )
     gym: GymConfig | None = field(None, "instead of a path: problems that reasoning-gym generates and scores")
 
     @model_validator(mode="before")
