@@ -48,18 +48,19 @@ def local_config(
     first = launched_rank() == 0 if first is None else first
     if first:
         check_config(config, where)
-    if not first and folder is not None:
-        pins |= hub.wait_for_pins([name for name in (*names, *sets) if name.pin not in pins], folder)
+    missing = [name for name in (*names, *sets) if name.pin not in pins]
+    if folder is not None and missing and first:
+        pins |= {name.pin: hub.find_commit(name) for name in missing}
+        hub.write_pins(folder, pins)
+    elif folder is not None and missing:
+        pins |= hub.wait_for_pins(missing, folder)
     folders: dict[str, Path] = {}
     for name in names:
-        wanted: hub.Level = level if models is None or name.key in models else "config"
-        folders[name.key] = hub.fetch_model(name, pins.get(name.pin), wanted, cached=cached)
-        pins[name.pin] = folders[name.key].name
+        depth: hub.Level = level if models is None or name.key in models else "config"
+        folders[name.key] = hub.fetch_model(name, pins.get(name.pin), depth, cached=cached)
     files: dict[str, list[Path]] = {}
     for name in sets:
-        files[name.text], pins[name.pin] = hub.fetch_split(name, pins.get(name.pin), cached=cached)
-    if first and folder is not None:
-        hub.write_pins(folder, pins)
+        files[name.text], _ = hub.fetch_split(name, pins.get(name.pin), cached=cached)
     return _replaced(config, folders, data, files)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from megarl.data.readers import READERS
-
 Splits = dict[tuple[str, str], list[str]]  # (subset, split) -> files
 
 DEFAULT, TRAIN = "default", "train"
@@ -42,6 +40,8 @@ def list_splits(names: Sequence[str], card: Mapping[str, Any], wanted: str | Non
     """Return the splits whose files can be read: those of the card's `configs`, else by folders and names.
 
     names: all files of the repository. card: YAML at the head of README.md. wanted: as in a name"""
+    from megarl.data.readers import READERS  # and pyarrow
+
     readable = [name for name in names if PurePosixPath(name).suffix in READERS and PARTIAL not in name]
     entries = card.get("configs")
     if isinstance(entries, list) and (declared := _declared(names, entries)):

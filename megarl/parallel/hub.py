@@ -112,60 +112,69 @@ def wait_for_pins(names: list[HubName], folder: Path) -> dict[str, str]:
     raise WaitTimeout(f"{folder / PINS}: has not been written within {AGREED:g} s ({remedy})")
 
 
+def find_commit(name: HubName) -> str:
+    """Return the commit of a name, without its large files."""
+    repository = Repository(name, None)
+    with _one_process(name):
+        if name.kind == "model":
+            _list_model_files(repository, "tokenizer")
+        else:
+            _list_split_files(repository)
+    return repository.revision
+
+
 def fetch_model(name: HubName, commit: str | None, level: Level = "weights", *, cached: bool = False) -> Path:
     """Return the local folder with a model's files, downloaded if need be. cached: without network"""
     repository = Repository(name, commit, cached=cached)
-
-    def files() -> list[str]:
-        if level == "config":
-            return list(DESCRIPTION)
-        names = repository.names()
-        small = tokenizer_files(names)
-        if DESCRIPTION[0] not in small:
-            raise name.error("has no config.json (name a model in transformers' format)")
-        if level == "tokenizer":
-            return [file for file in small if file != INDEX]
-        index = read_json(repository.snapshot(small) / INDEX) if INDEX in small else None
-        weights = weight_files(names, index)
-        if not weights or not set(weights) <= set(names):
-            what = "has no *.safetensors" if not weights else f"lacks files of {INDEX}"
-            remedy = "pickles are never read: name a repository, or a revision, that has them"
-            raise name.error(f"{what} ({remedy})")
-        return [*small, *weights]
-
-    return repository.fetch(files)
+    return repository.fetch(lambda: _list_model_files(repository, level))[0]
 
 
 def fetch_split(name: HubName, commit: str | None, *, cached: bool = False) -> tuple[list[Path], str]:
-    """Return (files, commit) of a data set's split, downloaded if need be. cached: without network
-
-    Files of another format than ours are taken from the Hub's conversion."""
+    """Return (files, commit) of a data set's split, downloaded if need be. cached: without network"""
     repository = Repository(name, commit, cached=cached)
-    chosen: list[str] = []
+    folder, files = repository.fetch(lambda: _list_split_files(repository))
+    return [folder / file for file in files], folder.name
 
-    def files() -> list[str]:
-        nonlocal chosen
+
+def _list_model_files(repository: Repository, level: Level) -> list[str]:
+    if level == "config":
+        return list(DESCRIPTION)
+    name, names = repository.name, repository.names()
+    small = tokenizer_files(names)
+    if DESCRIPTION[0] not in small:
+        raise name.error("has no config.json (name a model in transformers' format)")
+    if level == "tokenizer":
+        return [file for file in small if file != INDEX]
+    index = read_json(repository.snapshot(small) / INDEX) if INDEX in small else None
+    weights = weight_files(names, index)
+    if not weights or not set(weights) <= set(names):
+        what = "has no *.safetensors" if not weights else f"lacks files of {INDEX}"
+        remedy = "pickles are never read: name a repository, or a revision, that has them"
+        raise name.error(f"{what} ({remedy})")
+    return [*small, *weights]
+
+
+def _list_split_files(repository: Repository) -> list[str]:
+    """Return the files of the name's split. If its files are of other formats, go to the Hub's conversion."""
+    name, is_open = repository.name, repository.revision == "main"
+    names = repository.names()
+    card = _card(repository.snapshot(["README.md"]), name) if "README.md" in names else {}
+    splits = list_splits(names, card, name.split)
+    if not splits and not is_open:
+        remedy = f"leave the revision out, for the Hub's conversion, or give @{CONVERTED}"
+        raise name.error(f"has no parquet or jsonl files there ({remedy})")
+    if not splits:
+        repository.move(CONVERTED)
         names = repository.names()
-        card = _card(repository.snapshot(["README.md"]), name) if "README.md" in names else {}
-        splits = list_splits(names, card, name.split)
-        if not splits and (commit or name.revision):
-            remedy = f"leave the revision out, for the Hub's conversion, or give @{CONVERTED}"
-            raise name.error(f"has no parquet or jsonl files there ({remedy})")
-        if not splits:
-            repository.move(CONVERTED)
-            names = repository.names()
-            splits = list_splits(names, {}, name.split)
-        if not splits:
-            partly = "only a part is converted" if any(PARTIAL in file for file in names) else "no file"
-            remedy = "download and convert it, and name the files"
-            raise name.error(f"has no parquet or jsonl files, and {partly} in {CONVERTED} ({remedy})")
-        chosen, problem = choose_split(splits, name.split, training=name.key.startswith("data.train"))
-        if problem:
-            raise name.error(problem)
-        return chosen
-
-    folder = repository.fetch(files)
-    return [folder / file for file in chosen], folder.name
+        splits = list_splits(names, {}, name.split)
+    if not splits:
+        partly = "only a part is converted" if any(PARTIAL in file for file in names) else "no file"
+        remedy = "download and convert it, and name the files"
+        raise name.error(f"has no parquet or jsonl files, and {partly} in {CONVERTED} ({remedy})")
+    chosen, problem = choose_split(splits, name.split, training=name.key.startswith("data.train"))
+    if problem:
+        raise name.error(problem)
+    return chosen
 
 
 def _card(folder: Path, name: HubName) -> Mapping[str, Any]:
@@ -187,23 +196,28 @@ class Repository:
         self.offline = cached or self.waits
         self._names: list[str] | None = None
 
-    def fetch(self, files: Callable[[], list[str]]) -> Path:
-        """Return the snapshot with `files`: here the names are found, and downloaded by one process."""
+    def fetch(self, list_files: Callable[[], list[str]]) -> tuple[Path, list[str]]:
+        """Return the snapshot and its needed files, after one process has downloaded them."""
         if self.waits:
-            return self._wait(files)
+            return self._wait(list_files)
         if self.offline:
-            return self.snapshot(files())
+            files = list_files()
+            return self.snapshot(files), files
         with _one_process(self.name):
-            return self.snapshot(files())
+            files = list_files()
+            return self.snapshot(files), files
 
-    def _wait(self, files: Callable[[], list[str]]) -> Path:
+    def _wait(self, list_files: Callable[[], list[str]]) -> tuple[Path, list[str]]:
+        revision = self.revision
         report = f"{self.name.key}: {self.name.text}: waiting for this node's first rank, which downloads it"
         problem: ConfigError | None = None
         for _ in _waits(DOWNLOADED, report):
             try:
-                return self.snapshot(files())
+                files = list_files()
+                return self.snapshot(files), files
             except _Absent as error:
-                problem, self._names = error, None
+                problem = error
+                self.move(revision)
         raise WaitTimeout(f"{problem} [waited {DOWNLOADED:g} s]")
 
     def move(self, revision: str) -> None:

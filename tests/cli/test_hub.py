@@ -1,4 +1,4 @@
-"""Names of the Hub work wherever a path does: commands against a local hub, through the real client."""
+"""Names of the Hub work in place of paths: commands against a local hub, through the real client."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def manifest(folder: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_keeps_its_revisions(hub: Hub, tmp_path: Path) -> None:
-    """A run downloads what it reads; it continues offline and from its revision after `main` has moved."""
+    """A run continues offline, and from its revision after `main` has moved."""
     done = megarl(hub, tmp_path, "train", str(EXAMPLE), *SMALL)
     assert done.returncode == 0, done.stderr
     pins = json.loads((tmp_path / "runs" / "hub_names" / PINS).read_text())
