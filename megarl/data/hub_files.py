@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,6 +19,7 @@ TOKENIZER = (
 )
 DESCRIPTION = ("config.json",)
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.[^/]+$")
 EXTRA = re.compile(r"additional_chat_templates/[^/]+\.jinja|generation_config\.json")
 
 
@@ -125,4 +127,9 @@ def choose_split(splits: Splits, wanted: str | None, *, training: bool) -> tuple
         split = TRAIN if TRAIN in own else own[0]
     if (subset, split) not in splits:
         return [], f"has no split {wanted!r} (it has {there})"
-    return sorted(splits[subset, split]), ""
+    files = sorted(splits[subset, split])
+    shards = Counter((match[1], match[3]) for file in files if (match := _SHARD.match(file)))
+    for (_, total), count in shards.items():
+        if count != int(total):
+            return [], f"has {count} of the {int(total)} files of {subset}/{split} (download all)"
+    return files, ""

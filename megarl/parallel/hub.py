@@ -192,7 +192,10 @@ class Repository:
 
     def __init__(self, name: HubName, commit: str | None, *, cached: bool = False) -> None:
         self.name, self.revision = name, commit or name.revision or "main"
-        self.waits = not cached and not is_first_of_node()  # another process downloads
+        from huggingface_hub import constants
+
+        # Another process of this node downloads.
+        self.waits = not cached and not constants.HF_HUB_OFFLINE and not is_first_of_node()
         self.offline = cached or self.waits
         self._names: list[str] | None = None
 
@@ -224,39 +227,93 @@ class Repository:
         self.revision, self._names = revision, None
 
     def names(self) -> list[str]:
-        """Return the names of all files, and settle the commit."""
-        if self._names is None:
-            from huggingface_hub._tree_cache import read_tree_cache
+        """Return the names of all files, and settle the commit.
 
-            heads = ["README.md", ".gitattributes"] if self.name.kind == "dataset" else [*DESCRIPTION]
-            folder = self.snapshot(heads)
-            tree = read_tree_cache(str(folder.parents[1]), folder.name)
-            found = tree or {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-            self.revision, self._names = folder.name, sorted(found)
+        They are kept beside the cache, so that a later start needs no network."""
+        if self._names is None:
+            from huggingface_hub import HfApi, constants
+
+            if not (COMMIT.fullmatch(self.revision) and self._record.is_file()):
+                heads = ["README.md", ".gitattributes"] if self.name.kind == "dataset" else [*DESCRIPTION]
+                self.revision = self._download(heads).name
+            if self._record.is_file():
+                self._names = list(map(str, read_json(self._record).get("files", [])))
+            elif self.waits:
+                raise _Absent(f"{self.name.key}: {self.name.text}: its files are not known yet")
+            elif self.offline or constants.HF_HUB_OFFLINE:
+                folder = self._folder
+                self._names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+            else:
+                kind, revision = self.name.kind, self.revision
+                with self._explained():
+                    names = HfApi().list_repo_files(self.name.repo, repo_type=kind, revision=revision)
+                self._names = names
+                with mark_required(self._record):
+                    self._record.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(self._record, json.dumps({"files": names}) + "\n")
+            self._names.sort()
         return self._names
 
+    @property
+    def _folder(self) -> Path:
+        """Return the snapshot of a commit, by the layout of Hugging Face's cache."""
+        from huggingface_hub import constants
+
+        repository = f"{self.name.kind}s--{self.name.repo.replace('/', '--')}"
+        return Path(constants.HF_HUB_CACHE, repository, "snapshots", self.revision)
+
+    @property
+    def _record(self) -> Path:
+        from huggingface_hub import constants
+
+        folder = self._folder
+        return Path(constants.HF_HOME, "megarl", folder.parents[1].name, f"{folder.name}.json")
+
     def snapshot(self, files: list[str]) -> Path:
-        """Return the folder of the commit, with `files` in it."""
-        from huggingface_hub import errors, snapshot_download
+        """Return the folder of the commit, with all `files` in it."""
+        from huggingface_hub import constants
+
+        if COMMIT.fullmatch(self.revision) and all((self._folder / file).is_file() for file in files):
+            return self._folder
+        folder = self._download(files)
+        for file in files:
+            if not (folder / file).is_file():
+                if not self.offline and not constants.HF_HUB_OFFLINE:
+                    raise self.name.error(f"has no file {file} (name another repository, or revision)")
+                raise _explain(self.name, self.revision, FileNotFoundError(f"{file} is not there"))
+        return folder
+
+    def _download(self, files: list[str]) -> Path:
+        """Let the client download those of `files` that exist."""
+        from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars
 
         if not sys.stderr.isatty():
             disable_progress_bars()
-        try:
+        patterns = [glob.escape(file) for file in files]
+        with self._explained():
             folder = snapshot_download(
                 self.name.repo,
                 repo_type=self.name.kind,
                 revision=self.revision,
-                allow_patterns=[glob.escape(file) for file in files],
+                allow_patterns=patterns,
                 local_files_only=self.offline,
             )
+        return Path(folder)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn the client's errors into one line."""
+        from huggingface_hub import errors
+
+        try:
+            yield
         except (errors.HFValidationError, OSError, errors.HfHubHTTPError) as error:
             raise _explain(self.name, self.revision, error) from None
         except Exception as error:
-            if not type(error).__module__.startswith(("httpx", "hf_xet")):
+            if not type(error).__module__.startswith(("httpx", "httpcore", "hf_xet")):
                 raise
             raise _explain(self.name, self.revision, error) from None
-        return Path(folder)
 
 
 class _Absent(ConfigError):
@@ -286,7 +343,7 @@ def _explain(name: HubName, revision: str, error: BaseException) -> ConfigError:
     if constants.HF_HUB_OFFLINE:
         remedy = "unset it, or fill the cache where there is a network and set HF_HOME"
         return _Absent(f"{name.key}: {name.text}: {absent}not in {cache}; HF_HUB_OFFLINE is set ({remedy})")
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
+    if isinstance(error, FileNotFoundError) and error.__cause__ is None:
         return _Absent(f"{name.key}: {name.text}: {absent}not, or not all, in {cache}")
     if isinstance(error, OSError) and (storage := to_storage_error(error)) is not None:
         return name.error(str(storage))
@@ -300,6 +357,9 @@ def _one_process(name: HubName) -> Iterator[None]:
     """Let one process of this cache download a repository; others wait."""
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:  # nothing is downloaded, and the cache may be read-only
+        yield
+        return
     path = Path(constants.HF_HUB_CACHE, ".locks", f"megarl-{name.kind}-{name.repo.replace('/', '--')}.lock")
     lock = FileLock(path, mode=0o664)
     with mark_required(path):

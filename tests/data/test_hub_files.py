@@ -55,6 +55,7 @@ def test_what_is_ambiguous_or_missing_says_what_there_is() -> None:
     there = "main/train, main/test, socratic/train"
     assert chosen(GSM8K, None) == f"has several subsets (name one after a colon: {there})"
     assert chosen(GSM8K, "main/dev") == f"has no split 'main/dev' (it has {there})"
+    assert chosen(SHARDS[:2], None) == "has 1 of the 2 files of default/train (download all)"
     # An evaluation never takes training data by default.
     assert chosen(GSM8K, "main") == ["main/train-0.parquet"]
     assert "several splits" in chosen(GSM8K, "main", training=False)
