@@ -64,6 +64,12 @@ def local_config(
     return _replaced(config, folders, data, files)
 
 
+def names_hub(config: Config) -> bool:
+    """Return whether a model or a file of data is named on the Hub."""
+    models = [hub.parse_name(path, key, "model") for key, path in _models(config).items()]
+    return any(models) or any(_sets(config, key) for key in DATA)
+
+
 def planned_config(config: Config, where: str, model: str | None = None) -> Config:
     """Return the configuration with the models' config.json, for a plan.
 

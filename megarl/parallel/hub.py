@@ -46,7 +46,8 @@ _NOT_OWNERS = ("models", "datasets", "spaces", "data", "runs")  # folders of our
 _FILES = re.compile(r"\.(parquet|jsonl?|csv|txt|ya?ml|gz|zst|gguf|safetensors|bin|pt|py)$")
 AGREED = 300.0  # seconds until the first rank has found all commits
 DOWNLOADED = 6 * 3600.0  # seconds until another process has downloaded a repository
-_POLL, _REPORT = 0.2, 60.0  # seconds between checks, and between reports
+# Seconds between checks, until the first report, and between reports.
+_POLL, _PATIENCE, _REPORT = 0.2, 2.0, 60.0
 
 
 class HubName(NamedTuple):
@@ -384,7 +385,7 @@ def _one_process(name: HubName) -> Iterator[None]:
 def _waits(limit: float, what: str) -> Iterator[None]:
     """Yield between checks until the limit, and report a wait each minute."""
     start = time.monotonic()
-    reported = start - _REPORT + 2.0
+    reported = start - _REPORT + _PATIENCE
     while True:
         yield
         now = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -147,6 +148,31 @@ def test_two_ranks_of_torchrun_download_once(hub: Hub, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert set(hub.downloads.values()) == {1}
+
+
+@pytest.mark.slow
+def test_every_node_of_a_job_downloads_before_its_ranks_start(hub: Hub, tmp_path: Path) -> None:
+    """Two nodes with caches of their own take the commit of the first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = (f"--port={port}", "--nodes=2", "--limit=120")
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megarl", "preflight", str(EXAMPLE), *SMALL, *options, f"--node={i}"],
+            env=hub.environment(tmp_path / f"home{i}", GLOO_SOCKET_IFNAME="lo"),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for i, process in enumerate(nodes):
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        [weights] = (tmp_path / f"home{i}").glob("hub/models--*/snapshots/*/model.safetensors")
+        assert weights.parent.name == hub.repositories[MODEL].branches["main"]
 
 
 @pytest.mark.slow

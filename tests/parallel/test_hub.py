@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.errors import ConfigError
-from megarl.parallel.hub import PINS, parse_name, read_pins
+from megarl.config.errors import ConfigError, WaitTimeout
+from megarl.parallel.hub import PINS, parse_name, read_pins, wait_for_pins, write_pins
 from tests.hub import Hub
 
 CONFIG = json.dumps({"model_type": "qwen2"}).encode()
@@ -89,6 +89,21 @@ def test_pins_must_be_commits(tmp_path: Path) -> None:
     (tmp_path / PINS).write_text('{"a/b": "main"}')
     with pytest.raises(ConfigError, match="must be a commit of 40"):
         read_pins(tmp_path)
+
+
+def test_a_wait_for_commits_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = parse_name(Path("a/b"), "model.path", "model")
+    assert name is not None
+    monkeypatch.setattr("megarl.parallel.hub.AGREED", 0.1)
+    monkeypatch.setattr("megarl.parallel.hub._REPORT", 0.0)
+    monkeypatch.setattr("megarl.parallel.hub._PATIENCE", -1.0)
+    with pytest.raises(WaitTimeout, match="has not been written within 0"):
+        wait_for_pins([name], tmp_path)
+    assert "waiting for the first rank" in capsys.readouterr().err
+    write_pins(tmp_path, {"a/b": "0" * 40})
+    assert wait_for_pins([name], tmp_path) == {"a/b": "0" * 40}
 
 
 def test_only_what_is_needed_is_downloaded(hub: Hub, tmp_path: Path) -> None:
