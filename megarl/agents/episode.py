@@ -189,6 +189,7 @@ class Policy:
             "length" if entry[2] == "abort" and entry[1] >= max_tokens else entry[2],
             None if versions is None else versions[start:],
             data.routed_experts,
+            sampling_sets=None if data.sampling_sets is None else data.sampling_sets[start:],
         )
 
     def observe(self, shown: str | Sequence[int]) -> None:

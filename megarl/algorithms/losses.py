@@ -7,6 +7,7 @@ Unless noted, tensors are [T], and tokens of weight 0 do not count."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
@@ -19,7 +20,7 @@ Aggregation = Literal["token", "sample", "constant"]
 KLEstimator = Literal["k2", "k3"]
 
 # Statistic -> the statistic that counts its tokens, if not `tokens`.
-COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught"}
+COUNTED_BY = {"clip_prob_high": "clip_fraction_high", "teacher_mass": "taught", "teacher_kl": "taught"}
 
 # Bound of log-ratios, against overflow. e^20 = 5e8 is outside any clip range.
 LOG_RATIO_LIMIT = 20.0
@@ -122,7 +123,8 @@ class Objective(NamedTuple):
     objective   J_t, float64 [T], to be maximised
     too_low     bool [T], tokens of clip_fraction_low
     too_high    bool [T], tokens of clip_fraction_high
-    statistics  sums over tokens, for metrics policy/<name>
+    statistics  sums over tokens, for metrics policy/<name>; or over responses, if the name ends with
+                _responses, with their number as `responses`
     """
 
     objective: Tensor
@@ -133,6 +135,15 @@ class Objective(NamedTuple):
 
 # (tokens, **options) -> objective. config/methods.py has the table.
 Surrogate = Callable[..., Objective]
+
+
+def sum_by_sequence(columns: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Sum columns [k, T] over each sequence's tokens, [k, n].
+
+    A micro-batch holds whole sequences, also under context parallelism, whose ranks share their log-probs.
+    """
+    count = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    return columns.new_zeros(len(columns), count).index_add(1, sequence_ids, columns)
 
 
 def ppo(t: Tokens) -> Objective:
@@ -247,13 +258,23 @@ def kl_loss(
     return loss, _sums(loss, "policy/kl_loss")
 
 
-def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Stats]:
-    """Return sum_t w_t KL(q_t || pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
+def top_k_loss(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    weights: Tensor,
+    alpha: float = 0.0,
+    importance: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t D(q_t, pi_t) to a teacher q, over its top k tokens and the rest as one outcome.
+
+    D is KL(q || pi) for alpha 0, KL(pi || q) for alpha 1. Between them it is
+    alpha KL(q || m) + (1 - alpha) KL(pi || m), with m = alpha q + (1 - alpha) pi (SDPO, arXiv 2601.20802).
 
     Without the rest (verl's forward_kl_topk, unlike SDPO, arXiv 2601.20802) the minimum would put all
     probability on the k tokens.
 
-    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none."""
+    logprobs, teacher_logprobs: [T, k] of the same tokens; the teacher's are -inf where there is none.
+    importance: [T], further factor of each term, without gradient."""
     counted = weights > 0
     taught = counted & ~(teacher_logprobs[:, 0] == -torch.inf)
     log_q, log_pi = (torch.where(taught[:, None], x.double(), 0.0) for x in (teacher_logprobs, logprobs))
@@ -262,10 +283,50 @@ def top_k_loss(logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> t
     # Rounding may leave less than LEAST_REST. Raise it to that, keeping its gradient.
     pi_rest = 1 - log_pi.exp().sum(-1)
     pi_rest = pi_rest + (LEAST_REST - pi_rest.detach()).clamp(min=0)
-    terms = (q * (log_q - log_pi)).sum(-1)
-    terms = terms + torch.xlogy(q_rest, q_rest) - q_rest * pi_rest.log()
+    if alpha == 0:
+        terms = (q * (log_q - log_pi)).sum(-1)
+        terms = terms + torch.xlogy(q_rest, q_rest) - q_rest * pi_rest.log()
+    else:
+        log_q = torch.cat([log_q, q_rest.clamp(min=LEAST_REST).log()[:, None]], 1)
+        log_pi = torch.cat([log_pi, pi_rest.log()[:, None]], 1)
+        terms = torch.where(taught, _divergence(log_pi, log_q, alpha), 0.0)
+    if importance is not None:
+        terms = torch.where(taught, importance.detach().double() * terms, 0.0)
     loss = _weighted_sum(terms, weights, logprobs)
     sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_mass": q.sum()}
+    return loss, _sums(loss, "policy/teacher_loss", **sums)
+
+
+def _divergence(log_pi: Tensor, log_q: Tensor, alpha: float) -> Tensor:
+    """Return D of `top_k_loss` [T] for alpha > 0. log_pi, log_q: all outcomes, [T, k + 1]"""
+    if alpha == 1:
+        return (log_pi.exp() * (log_pi - log_q)).sum(-1)
+    log_mixture = torch.logaddexp(log_pi + math.log1p(-alpha), log_q + math.log(alpha))
+    from_policy, from_teacher = ((x.exp() * (x - log_mixture)).sum(-1) for x in (log_pi, log_q))
+    return (1 - alpha) * from_policy + alpha * from_teacher
+
+
+def importance_weights(logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, cap: float) -> Tensor:
+    """Return min(pi / pi_old, cap), float64 [T], without gradient (SDPO's is_clip)."""
+    return log_ratio(logprobs, old_logprobs, weights > 0).exp().clamp(max=cap).detach()
+
+
+def sampled_teacher_loss(
+    logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor, importance: Tensor
+) -> tuple[Tensor, Stats]:
+    """Return sum_t w_t c_t, an estimate of KL(pi_t || q_t) to a teacher q from the sampled token.
+
+    c = importance (log pi - log q). The gradient is c times that of log pi, and its expectation on-policy is
+    the gradient of the KL (SDPO, arXiv 2601.20802).
+
+    teacher_logprobs: [T], -inf without a teacher."""
+    counted = weights > 0
+    taught = counted & (teacher_logprobs > -torch.inf)
+    log_pi = torch.where(taught, logprobs.double(), 0.0)
+    difference = log_ratio(logprobs, teacher_logprobs, taught).detach()
+    terms = importance.detach().double() * difference * (1 + log_pi - log_pi.detach())
+    loss = _weighted_sum(torch.where(taught, terms, 0.0), weights, logprobs)
+    sums = {"tokens": counted.sum(), "taught": taught.sum(), "teacher_kl": difference.sum()}
     return loss, _sums(loss, "policy/teacher_loss", **sums)
 
 
@@ -314,7 +375,8 @@ def chance_loss(logits: Tensor, successes: Tensor, weights: Tensor) -> tuple[Ten
 def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[str, float]:
     """Return metrics from global sums of statistics over `updates` optimizer steps.
 
-    Losses are means over updates, others over tokens; without tokens 0, or missing if in COUNTED_BY."""
+    Losses are means over updates, others over tokens or responses; without any 0, or missing if in
+    COUNTED_BY."""
     values = {name: float(value) for name, value in sums.items()}
     metrics = {}
     for name, value in values.items():
@@ -324,6 +386,7 @@ def loss_metrics(sums: Mapping[str, Tensor | float], updates: int = 1) -> dict[s
         elif statistic in COUNTED_BY:
             if count := values[f"{prefix}/{COUNTED_BY[statistic]}"]:
                 metrics[name] = value / count
-        elif statistic != "tokens":
-            metrics[name] = value / max(values[f"{prefix}/tokens"], 1.0)
+        elif statistic not in ("tokens", "responses"):
+            unit = "responses" if statistic.endswith("_responses") else "tokens"
+            metrics[name] = value / max(values[f"{prefix}/{unit}"], 1.0)
     return metrics

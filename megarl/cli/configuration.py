@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
-from megarl.cli.hub import local_config, planned_config
 from megarl.config import Config, check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.hub import RECORD, describe_models, local_inputs
 from megarl.config.load import dump_yaml
 from megarl.config.phases import GROUPS, resident_groups, select_phases, select_stages
 from megarl.config.recipes import AHEAD_PRESET, IN_FLIGHT_PRESET, PRESETS
@@ -63,9 +63,10 @@ def check(path: ConfigFile, overrides: Overrides) -> int:
     config = load_config(path, overrides)
     check_config(config, str(path))
     try:
-        config = local_config(config, str(path), cached=True)
-    except ConfigError as error:
-        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        config = local_inputs(config, None, config.run_dir / RECORD, cached_only=True)
+    except ConfigError as problem:
+        print(f"{path}: the configuration is valid; without a download its files were not checked: {problem}")
+        return 0
     if not config.model.path.is_dir():
         check_tasks(gym_entries(config.data))
         note = f"model.path {config.model.path} is not on this machine, so the layout was not checked"
@@ -284,7 +285,6 @@ def plan(
 
     config = load_config(path, overrides)
     check_config(config, str(path))
-    config = planned_config(config, str(path), model)
     for option, value, maximum in (
         ("--mean-length", mean_length, config.rollout.max_response_tokens if config.has_engine else None),
         ("--length-deviation", length_deviation, None),
@@ -302,6 +302,8 @@ def plan(
             raise ConfigError(f"{option}: has no effect without --simulate (add it, or leave this out)")
     if simulate and not config.has_engine:
         raise ConfigError(f"{path}: recipe: sft generates no responses (use --simulate with another recipe)")
+    if model is None:
+        config = describe_models(config)
     model_name, hf_config = planning_config(config.model.path, model)
     runs_on_cpu = (
         config.parallel.device == "auto" and config.model.layers != "te" and driver_version() is None

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option, Typer
 
-from megarl.cli.hub import local_model
 from megarl.config.errors import ConfigError, MegarlError
+from megarl.config.hub import local_folder, pinned
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
     from megarl.weights.megatron import Advance, Conversion
 
@@ -35,9 +36,7 @@ app = Typer(
 
 @app.command()
 def to_megatron(
-    source: Annotated[
-        Path, Argument(metavar="HF_DIR", help="folder with config.json and *.safetensors, or a Hub name")
-    ],
+    source: Annotated[Path, Argument(metavar="HF_DIR", help="folder with config.json and *.safetensors")],
     out: Out,
     *,
     tp: Annotated[int, Option(metavar="N", help=f"tensor{CUT}")] = 1,
@@ -55,9 +54,12 @@ def to_megatron(
     if min(tp, pp, ep) < 1:
         raise ConfigError(f"--tp, --pp and --ep must be at least 1 (got {tp}, {pp}, {ep})")
     layout = conversion_layout(tp, pp, ep)
-    source = local_model(source, "HF_DIR")
-    job = partial(hf_to_megatron, source, out, layout, critic=critic, verify=verify, watch=_progress)
-    return _convert(job, out, verify)
+
+    def job(source: Path | None) -> Conversion:
+        assert source is not None
+        return hf_to_megatron(source, out, layout, critic=critic, verify=verify, watch=_progress)
+
+    return _convert(job, out, verify, source, "HF_DIR")
 
 
 @app.command()
@@ -78,19 +80,18 @@ def to_hf(
     """Write a Megatron distributed checkpoint as a Hugging Face folder."""
     from megarl.weights.megatron import megatron_to_hf
 
-    if source is not None:
-        source = local_model(source, "--source", level="tokenizer")
-    job = partial(
-        megatron_to_hf,
-        checkpoint,
-        out,
-        source=source,
-        dtype=_torch_dtype(dtype) if dtype else None,
-        max_shard_bytes=int(max_shard_gb * 1e9),
-        verify=verify,
-        watch=_progress,
-    )
-    return _convert(job, out, verify)
+    def job(source: Path | None) -> Conversion:
+        return megatron_to_hf(
+            checkpoint,
+            out,
+            source=source,
+            dtype=_torch_dtype(dtype) if dtype else None,
+            max_shard_bytes=int(max_shard_gb * 1e9),
+            verify=verify,
+            watch=_progress,
+        )
+
+    return _convert(job, out, verify, source, "--source")
 
 
 @app.command()
@@ -117,7 +118,7 @@ def from_gguf(
         verify=verify,
         watch=_progress,
     )
-    return _convert(job, out, verify)
+    return _convert(lambda _: job(), out, verify)
 
 
 def _torch_dtype(name: Dtype) -> torch.dtype:
@@ -126,8 +127,29 @@ def _torch_dtype(name: Dtype) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
-def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
-    """Run a conversion, alone or under torchrun, and print the result once."""
+def _local_source(source: Path, key: str, store: Store | None) -> Path:
+    """Return the folder of a model. Rank 0 finds the commit of a name for all."""
+    from megarl.parallel.runtime import launched_rank
+
+    if store is None:
+        return local_folder(source, key)
+    if launched_rank() == 0:
+        folder = local_folder(source, key)
+        store.set("source", str(pinned(folder)) if folder != source else str(source))
+        return folder
+    return local_folder(Path(store.get("source").decode()), key)
+
+
+def _convert(
+    convert: Callable[[Path | None], Conversion],
+    out: Path,
+    verify: bool,
+    source: Path | None = None,
+    key: str = "",
+) -> int:
+    """Run a conversion, alone or under torchrun, and print the result once.
+
+    source: argument of `convert`, downloaded if it is a name of the hub. key: its name in errors"""
     import torch.distributed as dist
 
     from megarl.parallel.machine import check_launcher
@@ -135,6 +157,7 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
     from megarl.weights.tensor_files import readable
 
     check_launcher()
+    store = None
     if (world := launched_world()) > 1:
         secret = out.with_name(f".{out.name}.secret")
         store = join_store(secret, LIMIT.total_seconds())
@@ -142,7 +165,7 @@ def _convert(convert: Callable[[], Conversion], out: Path, verify: bool) -> int:
         dist.barrier()
         remove_secret(secret)
     try:
-        done = convert()
+        done = convert(source and _local_source(source, key, store))
     except MegarlError:
         if launched_rank() == 0:
             raise

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides
-from megarl.cli.hub import MODEL, local_config
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
+from megarl.config.hub import RECORD, local_inputs
 from megarl.config.schema import DataEntry
 from megarl.config.text import printable
 
@@ -50,13 +50,12 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    config = local_config(config, str(path), data=[name], models=[MODEL], level="tokenizer")
+    config = local_inputs(config, None, config.run_dir / RECORD, tokenizer_only=True)
     entries = config.data.eval if held_out else config.data.train
     from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
     from megarl.weights.families import read_config
 
-    model = config.model.path
-    tokenizer = check_tokenizer(config, ModelDescription(model, read_config(model)))
+    tokenizer = check_tokenizer(config, ModelDescription(config.model.path, read_config(config.model.path)))
     if config.has_engine or held_out:
         examples, report = _read_prompts(config, name, entries, tokenizer, held_out=held_out, mcp=mcp)
     else:

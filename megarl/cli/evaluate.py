@@ -16,12 +16,12 @@ from rich.text import Text
 from typer import Option
 
 from megarl.cli.arguments import ConfigFile, Overrides
-from megarl.cli.hub import MODEL, local_config, local_model
 from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import atomic_file, mark_required
+from megarl.config.hub import RECORD, local_folder, local_inputs
 from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 
@@ -59,20 +59,16 @@ def evaluate(
     parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
     config = config.model_copy(update={"parallel": parallel, "schedule": ScheduleConfig()})
     folder = out or config.run_dir / "eval"
-    if checkpoint is not None:
-        checkpoint = local_model(checkpoint, "--checkpoint")
-    config = local_config(
-        config,
-        str(path),
-        data=["data.eval"],
-        models=[] if checkpoint and (checkpoint / "config.json").is_file() else [MODEL],
-        folder=folder,
-    )
     from megarl.schedule.evaluation import find_policy
 
     def check() -> None:
+        nonlocal config, checkpoint
+        from megarl.parallel.runtime import launched_rank
         from megarl.schedule.preflight import preflight_evaluation
 
+        known, first = config.run_dir / RECORD, launched_rank() == 0
+        config = local_inputs(config, folder / RECORD, known, first=first)
+        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint")
         policy, weights = find_policy(config, checkpoint)
         key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
         preflight_evaluation(policy, str(path), key, weights=weights is None)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from functools import partial
 from typing import Annotated
 
 from typer import Option
 
 from megarl.cli.arguments import ConfigFile, Overrides
-from megarl.cli.hub import local_config, names_hub
 from megarl.cli.ranks import checks_packages
 from megarl.config import Config, load_config
+from megarl.config.hub import RECORD, local_inputs
 
 PLANNED = "0: on GPUs the estimate of `megarl plan`"
 
@@ -37,21 +36,23 @@ def preflight(
     """Check the nodes of a job before its ranks start: run on each of them, as slurm/ does.
 
     The first one also checks the configuration. The exit code is 2 if there is a problem."""
-    from megarl.parallel.machine import GIB
+    from megarl.parallel.machine import (
+        GIB,
+        broken_transformer_engine,
+        cudnn_problem,
+        engine_import_problem,
+    )
     from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
-    fetch = partial(local_config, config, str(path), folder=config.run_dir, first=node == 0)
-    # Downloads take nodes different times, so they come after the checks in which nodes meet.
-    described = fetch(data=(), level="config")
+    config = local_inputs(config, config.run_dir / RECORD, first=node == 0)
     place = NodePlace(node, nodes, host, port, limit)
-    downloads = names_hub(config)
-    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 and not downloads else []
+    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     cuda = choose_device(config.parallel.device).type == "cuda"
     # The plan assumes the processes of a GPU job.
-    host_bytes, disk_bytes = planned_needs(described, nodes * ranks) if cuda else (0.0, 0.0)
+    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
     needs = NodeNeeds(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
@@ -59,10 +60,15 @@ def preflight(
         disk_bytes=disk * GIB or disk_bytes,
         bandwidth=bandwidth,
     )
-    findings = check_nodes(place, needs, node_versions(cuda), problems=broken_packages(config, cuda))
-    if downloads and not findings.problems:
-        config = fetch()
-        notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
+    # Broken packages would stop the ranks only after all have started.
+    package_problems = (
+        engine_import_problem(config.rollout.engine),
+        broken_transformer_engine(),
+        cudnn_problem() if cuda and config.model.layers != "portable" else None,
+    )
+    findings = check_nodes(
+        place, needs, node_versions(cuda), problems=[line for line in package_problems if line]
+    )
     if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
         for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
@@ -70,18 +76,6 @@ def preflight(
         for line in (*notes, *findings.notes, "all nodes are fit"):
             print(f"preflight: {line}", flush=True)
     return 2 if findings.problems else 0
-
-
-def broken_packages(config: Config, cuda: bool) -> list[str]:
-    """Return problems of packages, which would stop the ranks only after all have started."""
-    from megarl.parallel.machine import broken_transformer_engine, cudnn_problem, engine_import_problem
-
-    problems = (
-        engine_import_problem(config.rollout.engine),
-        broken_transformer_engine(),
-        cudnn_problem() if cuda and config.model.layers != "portable" else None,
-    )
-    return [line for line in problems if line]
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:

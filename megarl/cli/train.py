@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from megarl.cli.arguments import ConfigFile, Overrides, Wait, key_values
-from megarl.cli.hub import local_config
 from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
-from megarl.config import dump_config, load_config
+from megarl.config import check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.files import mark_required, write_atomic
+from megarl.config.hub import RECORD, local_inputs, pin_names
 from megarl.config.load import set_key
 from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
@@ -58,13 +58,19 @@ def train(
     if profile is not None:
         overrides = [*overrides, f"log.profile={profile}"]
     config = load_config(path, overrides)
-    config = local_config(config, str(path), folder=config.run_dir)
     # Before the imports, which take seconds. The ranks get SIGUSR1; SIGTERM ends them.
     with _stop_request(config, signal.SIGUSR1, signal.SIGTERM) as stop, ExitStack() as stack:
-        if not passes_on_rank_0(lambda: check_run(config, str(path))):
-            return 2
+
+        def check() -> None:
+            nonlocal config
+            check_config(config, str(path))
+            config = local_inputs(config, config.run_dir / RECORD, first=launched_rank() == 0)
+            check_run(config, str(path))
+
         from megarl.parallel.runtime import launched_rank
 
+        if not passes_on_rank_0(check):
+            return 2
         lease = None
         if launched_rank() == 0:
             lease = stack.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
@@ -105,7 +111,7 @@ def begin_run(config: Config, fresh: bool) -> None:
         Exporter(config.log.prometheus, config.log.prometheus_host).close()  # raises if the port is in use
     claim_run_dir(config, fresh=fresh)
     for name, text in (
-        ("config.yaml", dump_config(config)),
+        ("config.yaml", dump_config(pin_names(config))),
         ("versions.json", json.dumps(versions(), indent=1) + "\n"),
     ):
         with mark_required(config.run_dir / name):
@@ -207,12 +213,14 @@ def replay(
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(file, [set_key("run_dir", run), *overrides])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
-    config = local_config(config, str(file), folder=run)
 
     def check() -> None:
+        nonlocal config
+        from megarl.parallel.runtime import launched_rank
         from megarl.schedule.preflight import preflight
         from megarl.schedule.replay import check_replay
 
+        config = local_inputs(config, run / RECORD, first=launched_rank() == 0)
         check_replay(config, step)
         # A replay generates nothing.
         preflight(config.model_copy(update={"schedule": ScheduleConfig()}), str(file), replay=True)

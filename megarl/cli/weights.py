@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option, Typer
 
 from megarl.cli.arguments import ConfigFile, Overrides, PublicModel
-from megarl.cli.hub import planned_config
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from megarl.config.hub import describe_models
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def plan_weights(
     from megarl.weights.known_models import planning_config
     from megarl.weights.shards import hf_shapes
 
-    config = planned_config(load_config(path, overrides), str(path), model)
+    config = load_config(path, overrides)
+    if model is None:
+        config = describe_models(config)
     model_name, hf_config = planning_config(config.model.path, model)
     parallel, dtype = config.parallel, config.model.dtype
     itemsize = {"bf16": 2, "fp32": 4}[dtype]

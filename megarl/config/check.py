@@ -7,12 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from megarl.config.drafts import draft_problems
 from megarl.config.errors import ConfigError
-from megarl.config.methods import POLICY_LOSSES
+from megarl.config.methods import METHODS, POLICY_LOSSES, method_options
 from megarl.config.phases import WATCHED
-from megarl.config.schema import Config, OptimizerConfig, RolloutConfig
+from megarl.config.schema import JUDGE, Config, OptimizerConfig, RewardConfig, RolloutConfig
+from megarl.config.schema.judge import CODE
 from megarl.config.schema.section import Section
+from megarl.config.schema.teacher import EXTRA
 
 # Keys and sections that only runs with a critic, or with rollouts, use.
 CRITICS = ("critic", "value_pretraining", "algorithm.value_clip")
@@ -22,14 +26,17 @@ SAMPLED = (
     "rollout.window",
     "rollout.routing_replay",
     "rollout.routing_compare",
+    "rollout.sampling_replay",
     "reward.overlong",
     "reward.model",
+    "reward.judge",
     "reward.terms",
     "reward.weight",
     "teacher",
     *(f"algorithm.{key}" for key in ("surrogate", "old_logprobs", "dual_clip", "whiten")),
     *(f"algorithm.{key}" for key in ("kl_weight", "kl_estimator", "kl_reward", "entropy_weight")),
-    *(f"algorithm.{section}" for section in ("mismatch", "dppo", "sapo", "covariance", "fipo", "agreement")),
+    *(f"algorithm.{key}" for key in ("mismatch", "dppo.top_k", "agreement")),
+    *(f"algorithm.{option.key}" for option, _, _ in method_options()),
     "update.share_prompts",
     "guard.parity",
     "guard.parity_layers",
@@ -42,19 +49,23 @@ SAMPLED = (
 READ_WITH = {
     "algorithm.tracker_rho": ("advantage", ("tracked",)),
     "algorithm.gamma": ("advantage", ("gae", "return")),
-    "algorithm.dppo": ("surrogate", ("dppo_tv", "dppo_kl")),
-    "algorithm.sapo": ("surrogate", ("sapo",)),
-    "algorithm.covariance.share": ("surrogate", ("clip_cov", "kl_cov")),
-    "algorithm.covariance.low": ("surrogate", ("clip_cov",)),
-    "algorithm.covariance.high": ("surrogate", ("clip_cov",)),
-    "algorithm.covariance.kl_weight": ("surrogate", ("kl_cov",)),
-    "algorithm.fipo": ("surrogate", ("fipo",)),
+    "algorithm.dppo.top_k": ("surrogate", ("dppo_tv", "dppo_kl")),
+    **{f"algorithm.{option.key}": (switch, names) for option, switch, names in method_options()},
 }
+
+# Fields of a request to a judge that megarl sets.
+RESERVED = {
+    *("model", "messages", "temperature", "seed", "max_completion_tokens", "max_tokens"),
+    *("n", "stream", "response_format"),
+}
+
+# SGLang's --sampling-mask-max-tokens.
+MAX_SAMPLING_SET = 4096
 
 # Folders of run_dir that a run may replace.
 RUN_WRITES = (
     *("checkpoints", "critic_pretrained", "critic_2_pretrained", "eval", "failed"),
-    *("heartbeat", "hf", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
+    *("heartbeat", "hf", "judge", "lora", "parity", "profile", "rollouts", "timeline", "value_pretraining"),
 )
 
 
@@ -94,6 +105,7 @@ def _problems(c: Config) -> Iterator[str]:
     yield from _window_problems(c)
     yield from _in_flight_problems(c)
     yield from _reward_problems(c)
+    yield from _teacher_problems(c)
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every: needs data.eval files"
     yield from evaluation_problems(c)
@@ -330,16 +342,10 @@ def _policy_loss_problems(c: Config) -> Iterator[str]:
         if getattr(a, switch) not in readers:
             what = f"has no effect with algorithm.{switch} {getattr(a, switch)}"
             yield from _unused(c, f"{what} (leave it out, or set that to {' or '.join(readers)})", name)
-    for name, low, high in (
-        ("covariance", a.covariance.low, a.covariance.high),
-        ("fipo", a.fipo.low, a.fipo.high),
-    ):
-        if low >= high:
-            yield f"algorithm.{name}.low: must be less than high {high:g} (got {low:g})"
-    has_one_update = c.update.epochs == 1 and c.update.mini_batch >= c.responses
-    if a.surrogate in ("kl_cov", "fipo") and a.old_logprobs == "trainer" and has_one_update:
-        what = f"{a.surrogate} has no effect in the first update of a rollout, and there is only one"
-        yield f"algorithm.surrogate: {what} (lower update.mini_batch)"
+    for switch, table in METHODS.items():
+        for requirement in table[getattr(a, switch)].requirements:
+            if problem := requirement(c):
+                yield problem
     if a.old_logprobs == "engine" and a.dppo.top_k:
         what = "no engine returns the log-probs of its top-k tokens"
         yield f"algorithm.dppo.top_k: {what} (set algorithm.old_logprobs=trainer, or it to 0)"
@@ -384,6 +390,8 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if r.routing_compare and not (r.routing_replay and c.algorithm.old_logprobs == "trainer"):
         what = "needs rollout.routing_replay true and algorithm.old_logprobs trainer"
         yield f"rollout.routing_compare: {what} (set it to false)"
+    if r.sampling_replay:
+        yield from _sampling_replay_problems(c)
     if "trust_remote_code" in r.engine_options:
         what = "code in a model's folder is never run"
         yield f"rollout.engine_options: trust_remote_code: {what} (leave it out)"
@@ -391,6 +399,26 @@ def _engine_problems(c: Config) -> Iterator[str]:
     if runner != "triton":
         what = f"moe_runner_backend: {runner} needs another order of expert weights"
         yield f"rollout.engine_options: {what} (leave it out: megarl sets triton)"
+    yield from draft_problems(c)
+
+
+def _sampling_replay_problems(c: Config) -> Iterator[str]:
+    r, key = c.rollout, "rollout.sampling_replay"
+    if not 1 < r.top_k <= MAX_SAMPLING_SET:
+        what = f"needs 1 < rollout.top_k <= {MAX_SAMPLING_SET}, as top_p alone limits no set"
+        yield f"{key}: {what} (got {r.top_k}; set top_k, or it to false)"
+    if not r.capabilities.returns_sampling_sets:
+        yield f"{key}: rollout.engine {r.engine} returns no sampling sets (set it to false)"
+    if r.engine_options.get("speculative_algorithm"):
+        what = "SGLang's speculative decoding returns no sampling sets"
+        yield f"rollout.engine_options: speculative_algorithm: {what} (leave it out, or {key} false)"
+    if c.teacher.weights is not None:
+        what = "its prompts have other positions than rollout.sampling_replay's sets"
+        yield f"teacher.weights: {what} (leave one of them out)"
+    for name, top_k in (("algorithm.dppo.top_k", c.algorithm.dppo.top_k), ("teacher.top_k", c.teacher.top_k)):
+        if top_k:
+            what = "compares the whole distribution, not rollout.sampling_replay's sets"
+            yield f"{name}: {what} (leave one of them out)"
 
 
 def _episode_problems(c: Config) -> Iterator[str]:
@@ -442,9 +470,9 @@ def _reward_problems(c: Config) -> Iterator[str]:
         what = f"must be greater than reward.incorrect {reward.incorrect}"
         yield f"reward.correct: {what} (got {reward.correct})"
     has_model = reward.model.path is not None
-    term_weights = [term.weight for term in reward.terms.values()]
+    term_weights = [*reward.term_weights.values()]
     if not any((reward.weight, *term_weights, has_model and reward.model.weight)):
-        what = "0, and neither a term of reward.terms nor a reward model has a weight"
+        what = "0, and neither a term of reward.terms nor a judge or reward model has a weight"
         yield f"reward.weight: {what} (give one of them a weight)"
     if sampling.enabled and sampling.by == "score" and not (reward.weight or any(term_weights)):
         what = "score: only the reward model rewards, and groups are filtered before it scores them"
@@ -453,13 +481,59 @@ def _reward_problems(c: Config) -> Iterator[str]:
     if not has_model:
         what = "has no effect without a reward model (set reward.model.path)"
         yield from _unused(c, what, "reward.model.weight")
-    if not c.teacher.folders:
-        what = "has no effect without a teacher (set teacher.path)"
-        yield from _unused(c, what, "teacher.weight", "teacher.top_k")
     for name in reward.terms:
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             what = "a name must be of letters, digits and _, as its metric is reward/term_<name>"
             yield f"reward.terms: {what} (got {name!r})"
+    if reward.judge_is_term and JUDGE in reward.terms:
+        yield f"reward.terms.{JUDGE}: is the name of the score of reward.judge (choose another name)"
+
+
+def _teacher_problems(c: Config) -> Iterator[str]:
+    teacher = c.teacher
+    if not teacher.folders and teacher.weights is None:
+        what = "has no effect without a teacher (set teacher.path)"
+        keys = ("weight", "top_k", "ratio_cap", "alpha", "alone")
+        yield from _unused(c, what, *(f"teacher.{key}" for key in keys))
+    elif teacher.top_k is None:
+        yield from _unused(c, "has no effect without teacher.top_k (set it)", "teacher.alpha")
+    if teacher.weights is None:
+        what = "has no effect on a separate teacher (set teacher.weights)"
+        own_keys = ("average_rate", "demonstration", "template", "max_context_tokens")
+        yield from _unused(c, what, *(f"teacher.{key}" for key in own_keys))
+        return
+    yield from _self_teacher_problems(c)
+
+
+def _self_teacher_problems(c: Config) -> Iterator[str]:
+    """Yield the problems of a teacher that is the actor with a demonstration."""
+    teacher = c.teacher
+    if teacher.folders:
+        yield f"teacher.weights: {teacher.weights} and {next(iter(teacher.folders))}: choose one of them"
+    if teacher.weights != "average":
+        yield from _unused(c, "has no effect without teacher.weights average", "teacher.average_rate")
+    elif c.actor.lora.rank is not None:
+        what = "average: the average of adapters is not kept"
+        yield f"teacher.weights: {what} (choose initial or current, or set actor.lora.rank to null)"
+    name = teacher.demonstration
+    if name not in ("sibling", "answer") and not name.startswith(EXTRA):
+        yield f"teacher.demonstration: must be sibling, answer or extra_info.KEY (got {name!r})"
+    if name == "sibling" and c.rollout.group_size < 2:
+        what = "sibling: a group has one response"
+        yield f"teacher.demonstration: {what} (raise rollout.group_size, or choose answer or extra_info.KEY)"
+    if "{demonstration}" not in teacher.template:
+        yield "teacher.template: must have {demonstration}, and usually {question}"
+    if c.rollout.is_multi_turn or c.rollout.window is not None:
+        what = "responses of several turns" if c.rollout.is_multi_turn else "rollout.window"
+        yield f"teacher.weights: {teacher.weights}: does not read {what} (set it to null)"
+    longest = teacher.max_context_tokens + c.rollout.max_response_tokens
+    text = f"{teacher.max_context_tokens} + rollout.max_response_tokens {c.rollout.max_response_tokens}"
+    for limit, key in (
+        (c.update.tokens_per_micro_batch, "update.tokens_per_micro_batch"),
+        (c.model.max_positions, "model.max_positions"),
+    ):
+        if limit and longest > limit:
+            yield f"teacher.max_context_tokens: {text} exceed {key} {limit} (lower it)"
 
 
 def _window_problems(c: Config) -> Iterator[str]:
@@ -537,8 +611,46 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
             yield f"rollout.{key}: is not for rollout.engine sglang_url (leave it out)"
 
 
+def _judge_problems(reward: RewardConfig) -> Iterator[str]:
+    judge, key = reward.judge, "reward.judge"
+    parts = urlsplit(judge.url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"{key}.url: {judge.url!r} is no http or https address (e.g. http://127.0.0.1:30000/v1)"
+    elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        what = "must hold no user, password or query, because it is logged"
+        yield f"{key}.url: {what} (name the key's variable in {key}.key_variable)"
+    if not judge.model:
+        yield f"{key}.model: must name the model of the endpoint"
+    if "{response}" not in judge.template:
+        yield f"{key}.template: has no {{response}}, so the judge would see no response (add it)"
+    try:
+        has_group = re.compile(judge.pattern.replace(CODE, "0")).groups > 0
+    except re.error as error:
+        yield f"{key}.pattern: is no regular expression: {error}"
+    else:
+        if not has_group:
+            yield f"{key}.pattern: has no group around the score (write e.g. Score: (\\d+))"
+    if judge.lowest >= judge.highest:
+        yield f"{key}.lowest: must be below {key}.highest {judge.highest:g} (got {judge.lowest:g})"
+    if judge.votes > 1 and not judge.temperature:
+        what = f"{judge.votes} votes at temperature 0 are one answer"
+        yield f"{key}.votes: {what} (raise {key}.temperature, or set votes to 1)"
+    if reserved := judge.options.keys() & RESERVED:
+        yield f"{key}.options: {min(reserved)} is set by megarl (leave it out)"
+    if reward.verifier == JUDGE and judge.weight != type(judge)().weight:
+        what = "has no effect with reward.verifier judge"
+        yield f"{key}.weight: {what} (set reward.weight, or choose a rule as the verifier)"
+
+
 def evaluation_problems(c: Config) -> Iterator[str]:
-    """Yield problems of the entries of data.eval."""
+    """Yield problems of the entries of data.eval, and of a judge."""
+    if c.reward.judge.url is not None:
+        yield from _judge_problems(c.reward)
+    elif c.reward.verifier == JUDGE:
+        yield "reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"
+    else:
+        what = "has no effect without a judge (set reward.judge.url)"
+        yield from _unused(c, what, "reward.judge")
     index_by_name: dict[str, int] = {}
     for i, entry in enumerate(c.data.eval):
         key = f"data.eval[{i}].name"

@@ -21,6 +21,7 @@ class EngineCapabilities:
     remote               servers at rollout.urls that use no resources of the ranks. The first of every
                          rollout.engine_tp ranks is a client of some of them, with Hugging Face's tensors
     takes_options        accepts rollout.engine_options
+    returns_sampling_sets  returns the ids that each token was sampled from (`TokenData.sampling_sets`)
     weight_backend       its own way to get weights: a row of `BACKENDS` in sync/backends
     weight_backends      values of rollout.weights.backend that it supports; colocated: weight_backend"""
 
@@ -28,6 +29,7 @@ class EngineCapabilities:
     sharded: bool = False
     remote: bool = False
     takes_options: bool = False
+    returns_sampling_sets: bool = False
     weight_backend: str = "in_place"
     weight_backends: tuple[str, ...] = ("colocated",)
 
@@ -49,11 +51,18 @@ class EngineEntry:
 
 
 ENGINES: dict[EngineName, EngineEntry] = {
-    "transformers": EngineEntry("megarl.rollout.engines.transformers_engine:TransformersEngine"),
+    "transformers": EngineEntry(
+        "megarl.rollout.engines.transformers_engine:TransformersEngine",
+        EngineCapabilities(returns_sampling_sets=True),
+    ),
     "sglang": EngineEntry(
         "megarl.rollout.engines.sglang:SGLangEngine",
         EngineCapabilities(
-            continuous_batching=True, sharded=True, takes_options=True, weight_backend="shared_memory"
+            continuous_batching=True,
+            sharded=True,
+            takes_options=True,
+            returns_sampling_sets=True,
+            weight_backend="shared_memory",
         ),
         package="sglang",
         install="make install-gpu",
@@ -65,6 +74,7 @@ ENGINES: dict[EngineName, EngineEntry] = {
         EngineCapabilities(
             continuous_batching=True,
             remote=True,
+            returns_sampling_sets=True,
             weight_backend="http",
             weight_backends=("http", "broadcast", "disk", "delta"),
         ),

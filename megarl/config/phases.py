@@ -127,9 +127,36 @@ def has_reference_in_actor(config: Config) -> bool:
     return config.algorithm.has_reference and config.actor.lora.rank is not None
 
 
+def needs_squared_probs(config: Config) -> bool:
+    """Return whether advantages read the old policy's sum of squared probabilities (OTB)."""
+    return config.algorithm.advantage_method.squared_probs
+
+
 def has_teacher_of_top_k(config: Config) -> bool:
     """Return whether a teacher's top-k tokens are a term of the loss."""
     return bool(config.teacher.top_k) and config.has_teacher
+
+
+def teaches(column: str, *, as_actor: bool) -> Condition:
+    """Return the condition of a phase whose teacher writes this column.
+
+    as_actor: with the actor's current weights, which need no other tensor group."""
+
+    def condition(c: Config) -> bool:
+        top_k, cap = c.teacher.top_k, c.teacher.ratio_cap
+        written = "top_k" if top_k else "advantages" if cap is None else "logprobs"
+        return c.has_teacher and written == column and as_actor == (c.teacher.weights == "current")
+
+    return condition
+
+
+def has_self_teacher(config: Config) -> bool:
+    return config.has_self_teacher
+
+
+def has_sampled_teacher_term(config: Config) -> bool:
+    """Return whether a teacher's log-prob of the sampled token is a term of the loss."""
+    return config.has_teacher and config.teacher.ratio_cap is not None and not config.teacher.top_k
 
 
 def has_teacher_by_source(config: Config) -> bool:
@@ -165,10 +192,15 @@ PHASES: tuple[Phase, ...] = (
     Phase("tracked_advantages",  RL,       NOTHING,         computes_advantages("tracked_advantages")),
     Phase("return_advantages",   RL,       NOTHING,         computes_advantages("return_advantages")),
     Phase("gae_advantages",      RL,       NOTHING,         computes_advantages("gae_advantages")),
+    Phase("optimal_token_advantages", RL,  NOTHING,         computes_advantages("optimal_token_advantages")),
     Phase("prompt_advantages",   RL,       NOTHING,         computes_advantages("prompt_advantages")),
     Phase("critic_agreement",    RL,       NOTHING,         has_critics),
-    Phase("teacher_advantages",  RL,       TEACHER,         lambda c: c.has_teacher and not c.teacher.top_k),
-    Phase("teacher_top_k",       RL,       TEACHER,         has_teacher_of_top_k),
+    Phase("teacher_advantages",  RL,       TEACHER,         teaches("advantages", as_actor=False)),
+    Phase("teacher_advantages",  RL,       ACTOR,           teaches("advantages", as_actor=True)),
+    Phase("teacher_logprobs",    RL,       TEACHER,         teaches("logprobs", as_actor=False)),
+    Phase("teacher_logprobs",    RL,       ACTOR,           teaches("logprobs", as_actor=True)),
+    Phase("teacher_top_k",       RL,       TEACHER,         teaches("top_k", as_actor=False)),
+    Phase("teacher_top_k",       RL,       ACTOR,           teaches("top_k", as_actor=True)),
     Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
     Phase("actor_update",        RL,       ACTOR_TRAINING),
     Phase("supervised_update",   SFT,      ACTOR_TRAINING),
@@ -205,7 +237,8 @@ class Columns:
         return frozenset(self.writes.split())
 
 
-WITH_KL_REWARD = "group_advantages return_advantages gae_advantages"
+WITH_KL_REWARD = "group_advantages return_advantages gae_advantages optimal_token_advantages"
+TEACHERS = "teacher_advantages teacher_logprobs teacher_top_k"
 ADVANTAGES = f"{WITH_KL_REWARD} tracked_advantages prompt_advantages"
 
 COLUMNS: tuple[Columns, ...] = (
@@ -213,14 +246,15 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "rollout",
         writes="tokens engine_logprobs policy_version rewards correct truncated group_ids response_index",
-        # continued responses, turn rewards, recorded experts, windows
-        may_write="token_versions turn_rewards routing prefix_tokens unfinished",
+        # continued responses, turn rewards, recorded experts, windows, sampling sets
+        may_write="token_versions turn_rewards routing prefix_tokens unfinished sampling_sets",
     ),
     Columns("rollout", writes="reward_parts", when=has_reward_parts),
     Columns(
         "rollout", writes="prompt_uids", when=lambda c: "prompt_uids" in c.algorithm.advantage_method.columns
     ),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
+    Columns("rollout", writes="teacher_prompts", when=has_self_teacher, stages=RL),
     Columns(
         "distribute",
         reads="tokens correct truncated",
@@ -234,6 +268,7 @@ COLUMNS: tuple[Columns, ...] = (
         writes="old_logprobs entropy policy_loss_weights",
     ),
     Columns("old_logprobs", writes="uncorrected_weights", when=corrects_mismatch),
+    Columns("old_logprobs", writes="squared_probs", when=needs_squared_probs),
     Columns("parity", reads="tokens engine_logprobs policy_version token_versions"),
     Columns("parity", reads="old_logprobs", when=uses_old_logprobs, stages=RL),
     Columns("old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens"),
@@ -255,6 +290,11 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns("return_advantages", reads="rewards turn_rewards", writes="advantages"),
     Columns("gae_advantages", reads="rewards turn_rewards values", writes="advantages returns"),
+    Columns(
+        "optimal_token_advantages",
+        reads="rewards turn_rewards group_ids old_logprobs squared_probs",
+        writes="advantages",
+    ),
     Columns("critic_agreement", reads="advantages critic_values policy_loss_weights", writes="advantages"),
     Columns("critic_agreement", reads="uncorrected_weights", when=corrects_mismatch),
     Columns("critic_agreement", writes="entropy_weights", when=filters_entropy),
@@ -272,9 +312,22 @@ COLUMNS: tuple[Columns, ...] = (
     ),
     Columns("teacher_advantages", reads="tokens advantages", writes="advantages"),
     Columns("teacher_top_k", reads="tokens", writes="teacher_logprobs teacher_tokens"),
-    Columns("teacher_advantages teacher_top_k", reads="teachers", when=has_teacher_by_source),
+    Columns("teacher_logprobs", reads="tokens", writes="teacher_logprobs"),
     Columns(
-        "teacher_advantages teacher_top_k",
+        "teacher_logprobs teacher_top_k",
+        reads="advantages",
+        writes="advantages",
+        when=lambda c: c.teacher.alone,
+    ),
+    Columns(TEACHERS, reads="teachers", when=has_teacher_by_source),
+    Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=has_self_teacher),
+    Columns(
+        TEACHERS,
+        reads="sampling_sets",
+        when=lambda c: has_teacher_by_source(c) and c.rollout.sampling_replay,
+    ),
+    Columns(
+        TEACHERS,
         reads="group_ids",
         when=lambda c: has_teacher_by_source(c) and c.update.share_prompts,
     ),
@@ -294,6 +347,7 @@ COLUMNS: tuple[Columns, ...] = (
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),
     Columns("actor_update", reads="teacher_logprobs teacher_tokens", when=has_teacher_of_top_k),
+    Columns("actor_update", reads="teacher_logprobs", when=has_sampled_teacher_term),
     Columns("teacher_advantages actor_update", reads="old_logprobs", when=uses_old_logprobs),
     Columns("teacher_advantages actor_update", reads="engine_logprobs", when=uses_engine_logprobs),
     Columns("supervised_update", reads="tokens nll_loss_weights"),

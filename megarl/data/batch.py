@@ -265,6 +265,7 @@ class MicroBatch:
     routing            the engine's experts, host [layers, t, topk] (model/routing.py)
     others             int64 or int32 [T, k] on the host, k more candidate tokens at each position whose
                        log-probs are needed (top-k of a teacher or the old policy)
+    sampling_sets      int32 [T, k] on the host, ids that each token was sampled from, then -1; None: all ids
 
     Under context parallelism, `token_indices` and `at` describe the whole pack. The other fields describe
     this rank's part, with r padded to the same number on each rank. Two more fields are set:
@@ -282,6 +283,7 @@ class MicroBatch:
     cut: tuple[Tensor, Tensor] | None = None
     order: Tensor | None = None
     others: Tensor | None = None
+    sampling_sets: Tensor | None = None
 
     def column(self, batch: TrainBatch, name: str) -> Tensor:
         """Return a column at the labels, [r, ...] on the device."""

@@ -21,10 +21,9 @@ _OTHER_PROMPTS, _OTHER_ANSWER, _SOLUTION = ("question", "problem"), "answer", "s
 # TRL: a conversation, and the text after a prompt.
 _MESSAGES, _COMPLETION = "messages", "completion"
 WORKED = (_SOLUTION, _COMPLETION, _MESSAGES)  # solutions that contain the answer
-# Open-Reasoner-Zero: a question and its reference answer, in columns named by numbers.
-_NUMBERED_PROMPT, _NUMBERED_ANSWER = "0.value", "1.ground_truth.value"
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _DIGIT_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_TURNS_PROMPT, _TURNS_ANSWER = "0.value", "1.ground_truth.value"  # Open-Reasoner-Zero: a row is two turns
 MAX_RESPONSE = 1 << 22
 
 
@@ -44,8 +43,7 @@ def columns_to_read(data: DataConfig, response_key: str | None) -> list[str]:
         for name in (key.split(".")[0], key)
     ]
     answers = () if response_key else (_OTHER_ANSWER, _SOLUTION)
-    columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES]
-    columns += [key.split(".")[0] for key in (_NUMBERED_PROMPT, _NUMBERED_ANSWER)]
+    columns += [*_OTHER_PROMPTS, *answers, _COMPLETION, _MESSAGES, _TURNS_PROMPT[0], _TURNS_ANSWER[0]]
     return [*dict.fromkeys(columns), "data_source", "extra_info"]
 
 
@@ -80,7 +78,7 @@ def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if value is None:
         column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
     if value is None:
-        column, value = _NUMBERED_PROMPT, value_at(row, _NUMBERED_PROMPT)
+        value = value_at(row, _TURNS_PROMPT)
     no_prompt_error = UnusableRow(
         f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}"
     )
@@ -185,10 +183,29 @@ def final_answer(solution: str) -> str | None:
     return text if text and not re.search(r"\s", text) else None
 
 
+def _are_tests(value: Any) -> bool:
+    """Detect the tests of a program (docs/verifiers.md): an object, or a list of objects or assertions."""
+    if isinstance(value, list) and value:
+        return all(isinstance(test, dict) or (isinstance(test, str) and "assert" in test) for test in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _is_json(text: str) -> bool:
+    """Detect a JSON object or list, which is not a worked solution."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str]:
     """Return (column, text) of the reference answer.
 
     Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
+    Tests of a program that are an object or list become JSON.
     Raises UnusableRow, and DataError for ambiguous columns."""
     column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
     no_answer_error = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
@@ -197,11 +214,13 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if value is None:
         column, value = _find_reply(row, "data.answer_key", path)
     if value is None:
-        column, value = _NUMBERED_ANSWER, value_at(row, _NUMBERED_ANSWER)
+        value = value_at(row, _TURNS_ANSWER)
     if isinstance(value, str) and column.lower() in WORKED:
         value = final_answer(value)
     if value is None:
         raise no_answer_error
+    if _are_tests(value):
+        return column, json.dumps(value, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
     if not isinstance(value, str) and not math.isfinite(value):
@@ -209,7 +228,7 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = f"{value:f}" if isinstance(value, Decimal) else str(value)
-    if "####" in text:
+    if "####" in text and not _is_json(text):
         text = _after_marker(text)
     if not text.strip():
         raise no_answer_error

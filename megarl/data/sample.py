@@ -38,14 +38,18 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The tokens of a response, possibly partial.
 
     tokens           int32 [num_tokens], with end-of-sequence and observations (tool output)
-    logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k;
-                     0 for observations
+    logprobs         float32 [num_tokens], natural log, after temperature, before top-p and top-k (but see
+                     sampling_sets); 0 for observations
     finish_reason    "stop" (end-of-sequence or stop text), "length" (token limit) or "abort" (unfinished)
     policy_versions  int32 [num_tokens], version of the weights that sampled each token; None: all tokens have
                      the version of the SampleGroup, or versions are unknown
     routed_experts   [prompt + num_tokens, layers, topk], see `routing_array`; None: not recorded
     is_sampled       bool [num_tokens], False for observations; None: all sampled
     turn_rewards     float64 [num_tokens], each turn's reward on its last token
+    accepted_drafts  tokens of a draft model that the engine accepted
+    verifications    passes that verified drafts; 0: without a draft model
+    sampling_sets    int32 [num_tokens, k], ids that each token was sampled from, then -1; only -1 for
+                     observations; None: not recorded. `logprobs` are renormalised over a recorded set
     journal          log to replay a multi-turn episode; stays on its rank"""
 
     tokens: np.ndarray = msgspec.field(default_factory=_empty)
@@ -55,7 +59,10 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     routed_experts: np.ndarray | None = None
     is_sampled: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
+    sampling_sets: np.ndarray | None = None
     journal: list[Any] = msgspec.field(default_factory=list)
+    accepted_drafts: int = 0
+    verifications: int = 0
 
     def __post_init__(self) -> None:
         for name, dtype in DTYPES.items():
@@ -77,18 +84,26 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return self.num_tokens if self.is_sampled is None else int(self.is_sampled.sum())
 
     def first(self, count: int, prompt_length: int) -> TokenData:
-        """Return the first `count` tokens, without the journal.
+        """Return the first `count` tokens, without the journal; of all tokens also the counts of drafts.
 
         prompt_length: for `routed_experts`"""
         columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
-        return TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
+        sets = None if self.sampling_sets is None else self.sampling_sets[:count]
+        first = TokenData(
+            finish_reason=self.finish_reason, routed_experts=experts, sampling_sets=sets, **columns
+        )
+        if count == self.num_tokens:
+            first.accepted_drafts, first.verifications = self.accepted_drafts, self.verifications
+        return first
 
     def append_turn(self, observed: Sequence[int], turn: TokenData) -> None:
         """Append an observation and the next turn. All columns must exist."""
         assert turn.policy_versions is not None
         num_observed = len(observed)
+        set_parts = (self.num_tokens, self.sampling_sets), (num_observed, None)
+        self.sampling_sets = join_sampling_sets((*set_parts, (turn.num_tokens, turn.sampling_sets)))
         new_columns: dict[str, Any] = {
             "tokens": [*observed, *turn.tokens],
             "logprobs": [*[0.0] * num_observed, *turn.logprobs],
@@ -100,6 +115,24 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             column = np.concatenate([getattr(self, name), np.array(new_columns[name], dtype)])
             setattr(self, name, column)
         self.routed_experts = turn.routed_experts
+        self.accepted_drafts += turn.accepted_drafts
+        self.verifications += turn.verifications
+
+
+def join_sampling_sets(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
+    """Concatenate sampling sets, int32 [tokens, k], as wide as the largest set; None if all are empty.
+
+    parts: pairs of a number of tokens and their sets; None: not recorded, so -1"""
+    width = max((int((sets >= 0).any(0).sum()) for _, sets in parts if sets is not None), default=0)
+    if not width:
+        return None
+    joined = np.full((sum(count for count, _ in parts), width), -1, np.int32)
+    start = 0
+    for count, sets in parts:
+        if sets is not None:
+            joined[start : start + count, : sets.shape[1]] = sets[:, :width]
+        start += count
+    return joined
 
 
 class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -116,7 +149,11 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     id                unique within a run; 0: not assigned
     num_tokens        with observations; 0 means `num_sampled`
     turns, calls      model turns and tool calls of the episode
+    accepted_drafts   as in TokenData; likewise verifications
     prefix_tokens     sampled by earlier steps (`rollout.window`)
+    judge             `Opinion.costs` of reward.judge, and agrees: 1 if it and the rule say the same; empty
+                      if not asked
+    set_width         columns of `sampling_sets`; 0: not recorded
     data              None on every rank but the owner"""
 
     owner: int
@@ -139,6 +176,10 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     calls: int = 0
     has_turn_rewards: bool = False
     prefix_tokens: int = 0
+    accepted_drafts: int = 0
+    verifications: int = 0
+    judge: dict[str, float] = msgspec.field(default_factory=dict)
+    set_width: int = 0
     data: TokenData | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +197,9 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             experts_format=None if experts is None else (str(experts.dtype), experts.shape[1:]),
             num_tokens=data.num_tokens,
             has_turn_rewards=data.turn_rewards is not None,
+            accepted_drafts=data.accepted_drafts,
+            verifications=data.verifications,
+            set_width=0 if data.sampling_sets is None else data.sampling_sets.shape[1],
             data=data,
             **fields,
         )

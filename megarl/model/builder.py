@@ -230,9 +230,11 @@ class _Body(GPTModel):
 class Actor(_Body):
     """forward(...) -> logprobs, float32 like the labels, and entropy, float32 [r].
 
+    With `sums_squares`, also sum_v p(v)^2, float32 [r].
     With `top_k` = (k, limit): the top k tokens below `limit`, as logprobs float32 and tokens int64 [r, k]."""
 
     top_k: tuple[int, int] | None = None
+    sums_squares = False
 
     def __init__(self, config: Config, hf: PretrainedConfig, runtime: Runtime, vp_stage: int) -> None:
         super().__init__(config, hf, runtime, vp_stage, tied=bool(hf.tie_word_embeddings))
@@ -259,7 +261,7 @@ class Actor(_Body):
         }
         if self.top_k is not None:
             return vocab_parallel_top_k(*head_inputs, *self.top_k, **options)
-        return vocab_parallel_logprobs(*head_inputs, labels, **options)
+        return vocab_parallel_logprobs(*head_inputs, labels, sums_squares=self.sums_squares, **options)
 
 
 class Critic(_Body):

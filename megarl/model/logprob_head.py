@@ -25,9 +25,11 @@ def vocab_parallel_logprobs(
     temperature: float,
     chunk: int,
     group: Group = None,
-) -> tuple[Tensor, Tensor]:
+    sums_squares: bool = False,
+) -> tuple[Tensor, ...]:
     """Return log pi(label), float32 like `labels`, and the entropy of pi, float32 [tokens].
 
+    With `sums_squares`, also sum_v pi(v)^2, float32 [tokens], without a gradient.
     pi = softmax(hidden @ weight.T / temperature).
 
     hidden  [tokens, hidden size], equal on all ranks of `group`; its gradient is this rank's share
@@ -37,8 +39,10 @@ def vocab_parallel_logprobs(
             has a gradient
     """
     local = (labels if labels.dim() > 1 else labels[:, None]) - vocab_start
-    logprobs, entropy = _LogProbs.apply(hidden, weight, local, vocab_shard_size, temperature, chunk, group)
-    return logprobs.view(labels.shape), entropy
+    logprobs, entropy, *squares = _LogProbs.apply(
+        hidden, weight, local, vocab_shard_size, temperature, chunk, group, sums_squares
+    )
+    return logprobs.view(labels.shape), entropy, *squares
 
 
 @torch.no_grad()
@@ -97,34 +101,48 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         group: Group,
-    ) -> tuple[Tensor, Tensor]:
-        # Per token: running maximum m, sums of exp(x - m) and exp(x - m) * x, this rank's labels' logits.
+        sums_squares: bool,
+    ) -> tuple[Tensor, ...]:
+        # Per token: running maximum m, sums of exp(x - m) and exp(x - m) * x, this rank's labels' logits;
+        # squares: sum of exp(x - m)^2.
         maximum = hidden.new_full((hidden.shape[0],), -torch.inf, dtype=torch.float32)
         sums = hidden.new_zeros(2 + local.shape[1], hidden.shape[0], dtype=torch.float32)
+        squares = torch.zeros_like(maximum)
         for part in _chunks(vocab_shard_size, chunk):
             logits = _logits(hidden, weight[part], temperature)
             column, in_chunk = _find(local, part)
             sums[2:] += torch.where(in_chunk, logits.gather(-1, column), 0.0).T
-            sums[:2] *= _raise(maximum, logits.amax(-1))
+            factor = _raise(maximum, logits.amax(-1))
+            sums[:2] *= factor
             shifted = (logits - maximum[:, None]).exp_()
             sums[0] += shifted.sum(-1)
+            if sums_squares:
+                squares = squares * factor.square() + torch.linalg.vecdot(shifted, shifted)
             sums[1] += shifted.mul_(logits).sum(-1)
         if group is not None:
             global_maximum = maximum.clone()
             dist.all_reduce(global_maximum, op=dist.ReduceOp.MAX, group=group)
-            sums[:2] *= _raise(maximum, global_maximum)
+            factor = _raise(maximum, global_maximum)
+            sums[:2] *= factor
             dist.all_reduce(sums, group=group)
+            if sums_squares:
+                squares = squares * factor.square()
+                dist.all_reduce(squares, group=group)
         log_normaliser = maximum + sums[0].log()
         logprobs = (sums[2:] - log_normaliser).T.contiguous()
         entropy = log_normaliser - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.vocab_shard_size, ctx.temperature, ctx.chunk = vocab_shard_size, temperature, chunk
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        if not sums_squares:
+            return logprobs, entropy
+        squared_probs = squares / sums[0].square()
+        ctx.mark_non_differentiable(squared_probs)
+        return logprobs, entropy, squared_probs
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_squares: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
         grad = torch.zeros_like(local, dtype=torch.float32) if grad_logprobs is None else grad_logprobs
@@ -153,7 +171,7 @@ class _LogProbs(torch.autograd.Function):
             grad_hidden += _product(d_logits, weight[part])
             if grad_weight is not None:
                 torch.mm(d_logits.T, hidden, out=grad_weight[part])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 6
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

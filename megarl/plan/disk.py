@@ -27,6 +27,8 @@ def checkpoint_bytes(plan: PlanInputs, *, pretraining: bool = False) -> float:
         if model in plan.muon_models:  # one momentum; float32 weights if in bfloat16
             matrices = sum(map(sum, shape.matrices(Layout(), 0)))
             total -= matrices * (1 if shape.itemsize < FP32 else 2) * FP32
+    if plan.config.teacher.weights == "average" and not pretraining:
+        total += plan.actor.count_params(Layout(), 0).all * FP32
     return total
 
 
@@ -55,9 +57,14 @@ def routed_bytes(plan: PlanInputs) -> int:
     return sizes.layers * int(plan.actor.config["num_experts_per_tok"]) * (1 if sizes.experts < 256 else 2)
 
 
+def sampling_set_bytes(plan: PlanInputs) -> int:
+    """Return the most bytes of a token's sampling set, int32 ids; top_p leaves fewer than top_k."""
+    return FP32 * plan.config.rollout.top_k * plan.config.rollout.sampling_replay
+
+
 def stored_batch_bytes(plan: PlanInputs) -> float:
     """Return the most bytes of a batch, as samples and packed."""
-    return plan.step_tokens(plan.longest) * (SAMPLED + 2 * routed_bytes(plan))
+    return plan.step_tokens(plan.longest) * (SAMPLED + 2 * (routed_bytes(plan) + sampling_set_bytes(plan)))
 
 
 def count_stored_batches(plan: PlanInputs) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.drafts import draft_bytes
 from megarl.parallel.layout import Layout
 from megarl.plan.inputs import PlanInputs
 
@@ -18,7 +19,8 @@ def kv_cache_bytes(plan: PlanInputs) -> float:
     if not rollout.capabilities.continuous_batching:  # others use the rest of engine_memory
         return rollout.max_batch * (plan.longest * plan.actor.cache_bytes(1) + plan.actor.state_bytes(1))
     weights = engine_weight_bytes(plan)
-    remaining_bytes = rollout.engine_memory * plan.device.memory - weights
+    draft, _ = draft_bytes(rollout)
+    remaining_bytes = rollout.engine_memory * plan.device.memory - weights - draft / plan.engine_tp
     # A server's memory is unknown: assume a cache at least as large as the weights.
     return max(weights if rollout.capabilities.remote else 0.0, remaining_bytes)
 
@@ -28,7 +30,9 @@ def kv_cache_tokens(plan: PlanInputs) -> float:
 
     Linear attention's states share it."""
     tp = plan.engine_tp
-    return kv_cache_bytes(plan) / (plan.actor.cache_bytes(tp) + plan.actor.state_bytes(tp) / plan.longest)
+    _, draft = draft_bytes(plan.config.rollout)
+    token_bytes = plan.actor.cache_bytes(tp) + draft / tp
+    return kv_cache_bytes(plan) / (token_bytes + plan.actor.state_bytes(tp) / plan.longest)
 
 
 def transferred_bytes(plan: PlanInputs) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megarl.config.phases import ROLLOUT, select_phases
-from megarl.plan.disk import checkpoint_bytes, routed_bytes, stored_batch_bytes
+from megarl.plan.disk import checkpoint_bytes, routed_bytes, sampling_set_bytes, stored_batch_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import phase_buffers
 from megarl.plan.sizes import FP32, GIB
-from megarl.plan.tensors import count_muon_elements, count_trained, group_bytes
+from megarl.plan.tensors import count_muon_elements, count_params, count_trained, group_bytes
 
 # Our estimates:
 HOST_PROCESS = 4 * GIB  # of a rank and its engine, without tensors
@@ -33,7 +33,15 @@ def node_bytes(plan: PlanInputs) -> dict[str, float]:
         "gathered optimizer": gathered_optimizer_bytes(plan) * trainers if config.checkpoint.every else 0.0,
         "processes": HOST_PROCESS * (trainers + rollout_ranks_here),
         "verifiers": verifiers * VERIFIER if verifies else 0.0,
-    }
+    } | {name: size * trainers for name, size in average_weight_bytes(plan).items()}
+
+
+def average_weight_bytes(plan: PlanInputs) -> dict[str, float]:
+    """Count a rank's average weights (`teacher.weights`) on the host; {} without them."""
+    if not plan.config.has_self_teacher or plan.config.teacher.weights != "average":
+        return {}
+    counts = [count_params(plan, "actor", stage) for stage in plan.stages]
+    return {"average weights": FP32 * max(count.all for count in counts)}
 
 
 def offloaded_bytes(plan: PlanInputs) -> float:
@@ -86,9 +94,9 @@ def step_batch_bytes(plan: PlanInputs) -> float:
     bytes_per_token = 8 + 1 + FP32 * len(columns)
     if not config.has_engine:
         return tokens * bytes_per_token
-    # Top-k tokens and log-probs, twice more while packed; experts, once more.
+    # Top-k tokens and log-probs, twice more while packed; experts and sampling sets, once more.
     top_k = (config.teacher.top_k or 0) + config.algorithm.dppo.top_k
-    bytes_per_token += 3 * 2 * FP32 * top_k + 2 * routed_bytes(plan)
+    bytes_per_token += 3 * 2 * FP32 * top_k + 2 * (routed_bytes(plan) + sampling_set_bytes(plan))
     rank_bytes = tokens / plan.layout.dp * bytes_per_token + stored_batch_bytes(plan) / plan.layout.world
     return rank_bytes + config.responses * KNOWN
 
@@ -103,6 +111,7 @@ def cpu_bytes(plan: PlanInputs) -> dict[str, float]:
         else:
             stages = range(plan.layout.pp)
             parts[part] += ranks * sum(group_bytes(plan, name, stage, every=True) for stage in stages)
+    parts |= {name: size * plan.layout.world for name, size in average_weight_bytes(plan).items()}
     return parts | {"processes": LAUNCHER + FORKED * (plan.layout.world + rollout_ranks)}
 
 

@@ -122,7 +122,11 @@ def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) ->
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     policy, teacher = plan.config.algorithm.dppo.top_k, plan.config.teacher.top_k or 0
-    top_k = {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher}
+    rollout = plan.config.rollout
+    # Ids of sampling sets are further candidates, as top-k tokens are.
+    sets = rollout.top_k if rollout.sampling_replay else 0
+    top_k = dict.fromkeys(("old_logprobs", "parity", "reference_logprobs", "teacher_advantages"), sets)
+    top_k |= {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher + sets}
     return top_k.get(phase.name, 0)
 
 

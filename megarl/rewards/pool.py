@@ -17,7 +17,7 @@ import msgspec
 
 from megarl.config.errors import ConfigError, WaitTimeout
 from megarl.rewards.process import FAILED_STARTS, START_LIMIT, LimitedProcess, serve
-from megarl.rewards.sandbox import CALCULATE, STRICT, Supervised
+from megarl.rewards.sandbox import CALCULATE, NETWORK, OFF, STRICT, Supervised
 from megarl.rewards.verdict import (
     GradedResponse,
     Reference,
@@ -80,10 +80,14 @@ class VerifierPool:
             "memory_mib": memory_mib,
             "own": list(own),
         }
-        _load_functions(self._settings)
+        verifiers = [_load_functions(self._settings)[0], *map(get_verifier, own)]
+        starts_programs = any(hasattr(one, "with_limits") for one in verifiers)
         paths = [self._settings["verifier"], *own, *(term.function for term in terms.values())]
         all_calculate = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
-        self._sandbox = CALCULATE if all_calculate else sandbox
+        if starts_programs and all_calculate and sandbox == NETWORK:
+            sandbox = STRICT  # megarl's own need no network
+        self._settings |= {"timeout": timeout, "sandbox": sandbox}
+        self._sandbox = CALCULATE if all_calculate and not starts_programs else sandbox
         self._workers: list[_Worker | None] = [None] * workers
         self._failed_starts = 0
         self._has_graded = False
@@ -291,6 +295,9 @@ def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]
     verifier, terms = _load_functions(settings)
     for name in settings["own"]:
         get_verifier(name)
+    if (with_limits := getattr(verifier, "with_limits", None)) is not None:
+        limits = (settings[name] for name in ("timeout", "memory_mib"))
+        verifier = with_limits(*limits, allow_unconfined=settings["sandbox"] == OFF)
 
     def grade_batch(batch: Any) -> Iterator[Any]:
         for response, reference, *size in batch:

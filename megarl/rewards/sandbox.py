@@ -44,6 +44,7 @@ _NEW_MOUNTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x20000, 0x8000000, 
 _ANY_NEW, _CLONE_THREAD = 0x7E020080, 0x10000
 _MOUNT_PRIVATE = (1 << 18) | (1 << 14)
 _BIND, _MOUNT_SETATTR = 1 << 12, 442
+_CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 _CAN_READ_ALL = (1 << 1) | (1 << 2)  # root's capabilities to read users' files
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +86,7 @@ def supervise(sandbox: str) -> Supervised:
         os.write(1, json.dumps(child).encode() + b"\n")
         os.close(write_end)
         _watch(child, init, trainer, folder)
-    _die_with_parent()
+    die_with_parent()
     os.close(write_end)
     os.read(read_end, 1)  # the process id must come before its messages
     os.close(read_end)
@@ -113,7 +114,7 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
             code = _reap(child)
     _kill_rest(init)
     with suppress(OSError):
-        _remove(folder)
+        remove_tree(folder)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
@@ -123,7 +124,7 @@ def _watch(child: int, init: int | None, trainer: int, folder: Path) -> NoReturn
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _remove(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
     """Remove a tree, moving entries up, because shutil.rmtree fails on deep trees."""
     while entries := list(os.scandir(folder)):
         for entry in entries:
@@ -197,7 +198,7 @@ def _enter_namespaces() -> int:
     init = os.fork()
     if init:
         return init
-    _die_with_parent()
+    die_with_parent()
     null_device = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null_device, stream)
@@ -206,7 +207,7 @@ def _enter_namespaces() -> int:
         _reap(0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _call(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -238,11 +239,33 @@ def restrict(process: Supervised) -> list[str]:
     _drop_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     hide_memory()  # or its children could forge its messages
-    if version := _landlock(process):
+    if version := _landlock(process, _readable()):
         layers.append(f"Landlock {version}")
     if _filter_calls(process, in_namespace, is_read_only):
         layers.append("seccomp")
     return layers
+
+
+def confine(folder: Path, readable: Iterable[Path]) -> bool:
+    """Leave this process only `readable`, the writable `folder`, and calculation, for good.
+
+    It starts no process. Returns whether Landlock and seccomp both apply."""
+    process = Supervised(CALCULATE, folder, ())
+    _drop_all_capabilities()
+    _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    hide_memory()
+    has_landlock = bool(_landlock(process, readable))
+    return _filter_calls(process, False, False) and has_landlock
+
+
+def can_confine() -> bool:
+    """Return whether this kernel has what `confine` needs; it tries in a child."""
+    if not (child := os.fork()):
+        try:
+            os._exit(not confine(Path(os.devnull), ()))
+        except OSError:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def probe() -> tuple[list[str], dict[str, bool]]:
@@ -307,9 +330,14 @@ def _make_read_only(folder: Path) -> bool:
     return True
 
 
+def _drop_all_capabilities() -> None:
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    _call(_LIBC.capset, header, struct.pack("=6I", 0, 0, 0, 0, 0, 0))
+
+
 def _drop_capabilities() -> None:
     """Drop capabilities, which under no_new_privs no exec restores."""
-    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     old_capabilities = ctypes.create_string_buffer(24)
     _call(_LIBC.capget, header, old_capabilities)
     effective, permitted, _, *_ = struct.unpack("=6I", old_capabilities.raw)
@@ -331,7 +359,7 @@ def landlock_version() -> int:
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
-def _landlock(process: Supervised) -> int:
+def _landlock(process: Supervised, readable: Iterable[Path]) -> int:
     """Restrict reading and writing; return Landlock's version."""
     if not (version := landlock_version()):
         return 0
@@ -345,7 +373,7 @@ def _landlock(process: Supervised) -> int:
     )
     read_rights = _EXECUTE | _READ | _READ_DIR
     for path, rights in (
-        *((path, read_rights) for path in _readable()),
+        *((path, read_rights) for path in readable),
         *((Path("/dev", name), _READ | _WRITE) for name in _DEVICES),
         (process.folder, handled_rights),
     ):

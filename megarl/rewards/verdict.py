@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import math
 import os
 import sys
@@ -136,13 +137,29 @@ def _is_numpy_bool(value: Any) -> bool:
 Term = Callable[[GradedResponse], float]  # other arguments are bound
 
 
+READ_VERDICT = f"{__name__}:read_verdict"
+
+
+def reference_to_verdict(answer: str, verdict: Verdict) -> Reference:
+    """Return a reference whose verifier returns `verdict`, so that reward terms see it."""
+    fields = verdict.correct, verdict.extracted, verdict.error, verdict.score, verdict.graded
+    return Reference(answer, READ_VERDICT, json.dumps(fields))
+
+
+def read_verdict(response: str, entry: str) -> Verdict:
+    correct, extracted, error, score, graded = json.loads(entry)
+    return Verdict(correct, extracted, error, score, graded=graded)
+
+
 def verifier_path(name: str) -> str:
     """Return the `module:function` of a verifier's name or path. Raises ConfigError."""
+    if name == "judge":  # asked by the rollout's workers (rewards/judge.py); here its verdicts arrive
+        return READ_VERDICT
     if all(name.partition(":")):
         return name
     verifiers = plugins("megarl.verifiers")
     if name not in verifiers:
-        remedy = f"use {', '.join(verifiers)} or package.module:function" if verifiers else REINSTALL
+        remedy = f"use {', '.join(verifiers)}, judge or package.module:function" if verifiers else REINSTALL
         raise ConfigError(f"reward.verifier: unknown verifier {name!r} ({remedy})")
     return verifiers[name].value
 

@@ -234,6 +234,7 @@ def pack_tokens(
         token_versions   int32, if some sample was continued under new weights
         turn_rewards     float32, if some turn has a reward
         routing          uint8 or int16 [T, layers, topk], routed experts as in `routing_array`, if recorded
+        sampling_sets    int32 [T, k], ids that each token was sampled from, then -1, if recorded
 
     Args:
         sequences: of this rank: prompt, its group's policy version, response
@@ -248,6 +249,8 @@ def pack_tokens(
     dtype, shape = next((item for item in formats if item is not None), ("uint8", (0,)))
     missing_expert = np.iinfo(dtype).max  # fills rows of surplus samples that lack routing
     routing = np.full((total, *shape), missing_expert, dtype=dtype)
+    set_width = max((sample.set_width for sample in samples), default=0)
+    sets = np.full((total, set_width), -1, dtype=np.int32)
     for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
         prompt_end = start + prompt.size
         tokens[start:prompt_end], tokens[prompt_end:end] = prompt, data.tokens
@@ -261,6 +264,8 @@ def pack_tokens(
             rewards[prompt_end:end][is_sampled] = data.turn_rewards[is_sampled]
         if data.routed_experts is not None:
             routing[start:end] = data.routed_experts
+        if data.sampling_sets is not None:
+            sets[prompt_end:end, : data.sampling_sets.shape[1]] = data.sampling_sets
     columns = {"engine_logprobs": torch.from_numpy(logprobs)}
     if any(sample.oldest_version is not None for sample in samples):
         columns["token_versions"] = torch.from_numpy(versions)
@@ -268,6 +273,8 @@ def pack_tokens(
         columns["turn_rewards"] = torch.from_numpy(rewards)
     if any(sample.experts_format is not None for sample in samples):
         columns["routing"] = torch.from_numpy(routing)
+    if set_width:
+        columns["sampling_sets"] = torch.from_numpy(sets)
     return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
 
 

@@ -77,6 +77,7 @@ class Controller:
         self.returned: list[GroupRequest] = []
         self.lengths: dict[int, float] = {}  # by uid: GroupRequest.expected
         self.orders: list[m.Order] = []
+        self.orders_underway = 0  # passed on to workers, and not followed yet by the first one
         self.next_id = 1
         self.start_rollout(SamplingParams(0))
 
@@ -442,8 +443,9 @@ def share_out(
 
 
 def make_sampling_params(rollout: RolloutConfig, step: int) -> SamplingParams:
-    # Value pretraining (steps below 0) trains no policy, so nothing replays the routing.
+    # Value pretraining (steps below 0) trains no policy, so nothing replays routing or sampling sets.
     return SamplingParams(
         *(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.stop),
         routing=rollout.routing_replay and step > 0,
+        sampling_sets=rollout.sampling_replay and step > 0,
     )

@@ -1,4 +1,4 @@
-"""Grades a worker's finished samples: verifier, reward terms, overlong penalty."""
+"""Grades a worker's finished samples: judge, verifier, reward terms, overlong penalty."""
 
 from __future__ import annotations
 
@@ -12,41 +12,91 @@ from dataclasses import replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.config.schema import Config
+from megarl.config.schema import JUDGE, Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_texts
 from megarl.data.sample import Sample, TokenData
 from megarl.rewards.shaping import soft_overlong_punishment
-from megarl.rewards.verdict import Verdict, short
+from megarl.rewards.verdict import Verdict, reference_to_verdict, short
 
 if TYPE_CHECKING:
+    from megarl.rewards.judge import Judge, Opinion
     from megarl.rewards.pool import Item, VerifierPool
 
 
 class GradingRequest(NamedTuple):
-    """A sample in the queue. verdict: the episode's; None: the verifier grades it"""
+    """A sample in the queue.
+
+    verdict  the episode's, or that of a judge that is the verifier; None: the verifier grades it
+    opinion  of a judge that is a reward term"""
 
     sample: Sample
     prompt: Prompt
     verdict: Verdict | None
+    opinion: Opinion | None = None
 
 
 class Grader:
-    def __init__(self, config: Config, verifier: VerifierPool, tokenizer: Any, threads: Executor) -> None:
+    """Asks the judge about each sample at once, and then grades the samples that have gathered together."""
+
+    def __init__(
+        self,
+        config: Config,
+        verifier: VerifierPool,
+        tokenizer: Any,
+        threads: Executor,
+        judge: Judge | None = None,
+    ) -> None:
         self.reward, self.verifier, self.tokenizer, self.threads = config.reward, verifier, tokenizer, threads
+        self.judge = judge
         self.reflection = make_words_pattern(config.log.reflection_words)
         self.max_tokens = 0  # set by the worker, as the next one
         self.with_terms = False
         self.seconds = 0.0
         self._queue: list[GradingRequest] = []
+        self._asking: dict[int, tuple[Sample, asyncio.Task[None]]] = {}  # by sample id
         self._has_work, self._grading = asyncio.Event(), asyncio.Lock()
 
     def add(self, sample: Sample, prompt: Prompt, verdict: Verdict | None) -> None:
-        self._queue.append(GradingRequest(sample, prompt, verdict))
+        request = GradingRequest(sample, prompt, verdict)
+        if self._needs_judge(request):
+            self._asking[sample.id] = sample, self._group.create_task(self._ask_judge(request))
+        else:
+            self._enqueue(request)
+
+    def _enqueue(self, request: GradingRequest) -> None:
+        self._queue.append(request)
         self._has_work.set()
+
+    def _needs_judge(self, request: GradingRequest) -> bool:
+        if self.judge is None or request.sample.is_partial:
+            return False
+        is_graded = request.verdict is not None or bool(request.prompt.entry)
+        return self.with_terms if self.reward.judge_is_term else not is_graded
+
+    async def _ask_judge(self, request: GradingRequest) -> None:
+        assert self.judge is not None
+        sample, prompt = request.sample, request.prompt
+        [text] = await asyncio.to_thread(self._decode_texts, [sample])
+        opinion = await self.judge.score(
+            prompt.question or prompt.text, prompt.answer, text, has_budget=self.with_terms
+        )
+        sample.judge = opinion.costs
+        del self._asking[sample.id]
+        if self.reward.verifier == JUDGE:
+            self._enqueue(request._replace(verdict=opinion.verdict(self.reward.judge.threshold)))
+        else:
+            self._enqueue(request._replace(opinion=opinion))
 
     async def run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
         """Grade and `report` queued samples together, for ever."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                await self._run(report)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run(self, report: Callable[[list[Sample]], Awaitable[None]]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await self._has_work.wait()
@@ -61,9 +111,13 @@ class Grader:
                 await report([entry.sample for entry in queue])
 
     async def take_queue(self) -> list[Sample]:
+        """Return the samples that are not graded, and stop asking the judge about them."""
         async with self._grading:
             queue, self._queue = self._queue, []
-        return [entry.sample for entry in queue]
+            asking, self._asking = self._asking, {}
+        for _, task in asking.values():
+            task.cancel()
+        return [entry.sample for entry in queue] + [sample for sample, _ in asking.values()]
 
     def _grade(self, queue: Sequence[GradingRequest]) -> None:
         """Grade samples in place. A partial sample's reward stays 0."""
@@ -72,6 +126,8 @@ class Grader:
             (entry, text) for entry, text in zip(queue, texts, strict=True) if not entry.sample.is_partial
         ]
         for (entry, _), verdict in zip(finished_entries, self._get_verdicts(finished_entries), strict=True):
+            if entry.opinion is not None:
+                verdict = self._add_opinion(entry.sample, verdict, entry.opinion)
             self._set_reward(entry.sample, verdict)
         for entry, text in zip(queue, texts, strict=True):
             if self.reflection is not None:
@@ -90,13 +146,15 @@ class Grader:
         An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
-        for (sample, prompt, episode_verdict), text in finished:
+        for (sample, prompt, episode_verdict, _), text in finished:
             if episode_verdict is None or with_terms:
                 answer = text, prompt.reference
+                if self.reward.verifier == JUDGE and episode_verdict is not None:
+                    answer = text, reference_to_verdict(prompt.answer, episode_verdict)
                 sizes = sample.num_sampled, self.max_tokens, sample.is_truncated
                 items.append((*answer, *sizes) if with_terms else answer)
         verifier_verdicts, verdicts = iter(self.verifier.verify(items)), []
-        for (_, _, episode_verdict), _ in finished:
+        for (_, _, episode_verdict, _), _ in finished:
             verdict = (
                 episode_verdict if episode_verdict is not None and not with_terms else next(verifier_verdicts)
             )
@@ -107,11 +165,20 @@ class Grader:
             verdicts.append(verdict)
         return verdicts
 
+    def _add_opinion(self, sample: Sample, verdict: Verdict, opinion: Opinion) -> Verdict:
+        """Return a rule's verdict with the judge's score as a term."""
+        if opinion.score is None:
+            return replace(verdict, graded=False, error=opinion.error)
+        if verdict.graded:
+            agrees = verdict.correct == (opinion.score >= self.reward.judge.threshold)
+            sample.judge = {**opinion.costs, "agrees": float(agrees)}
+        return replace(verdict, terms={**verdict.terms, JUDGE: opinion.score})
+
     def _set_reward(self, sample: Sample, verdict: Verdict) -> None:
         reward, overlong, penalty = self.reward, self.reward.overlong, 0.0
         if overlong.soft_punishment:
             penalty = soft_overlong_punishment(sample.num_sampled, self.max_tokens, overlong.buffer)
-        term_sum = sum(reward.terms[name].weight * value for name, value in verdict.terms.items())
+        term_sum = sum(reward.term_weights[name] * value for name, value in verdict.terms.items())
         total = reward.weight * verdict.reward(reward.correct, reward.incorrect) + term_sum + penalty
         if sample.data is not None and sample.data.turn_rewards is not None:
             total += math.fsum(sample.data.turn_rewards)

@@ -43,7 +43,7 @@ class InFlightController(Controller):
         store: called with each full batch"""
         rollout = self.config.rollout
         self.start_rollout(make_sampling_params(rollout, first.number))
-        self.steps, self._forgotten = [first], []
+        self.steps, self._forgotten, self.orders_underway = [first], [], 0
         self._stored_time, self._stored_busy = time.monotonic(), 0.0
         collector = GroupCollector(rollout.prompts, rollout.dynamic_sampling, self.surplus)
         self.surplus = []
@@ -67,7 +67,7 @@ class InFlightController(Controller):
         while self.orders:
             match self.orders[0]:
                 case m.TransferWeights():
-                    await self.hub.send_all(self.orders[0])
+                    await self.pass_on(self.orders[0])
                 case m.CollectRollout(stage, _, done) if stage == TRAIN:
                     self.steps.append(self.orders[0])
                     self.done = done
@@ -75,6 +75,10 @@ class InFlightController(Controller):
                     return False
             self.orders.pop(0)
         return True
+
+    async def pass_on(self, order: m.TransferWeights | m.StoreRollout) -> None:
+        self.orders_underway += 1
+        await self.hub.send_all(order)
 
     def _offer_finished(self, collector: GroupCollector, step: int) -> None:
         """Offer finished groups, those started first. Drop groups that step may not use."""

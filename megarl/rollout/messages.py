@@ -251,6 +251,12 @@ def make_socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     return zmq_socket
 
 
+def has_message(source: zmq.asyncio.Socket) -> bool:
+    events = source.get(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
 async def receive_frames(source: zmq.asyncio.Socket, seconds: float) -> list[zmq.Frame] | None:
     if not await source.poll(1000 * seconds):
         return None

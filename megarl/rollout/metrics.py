@@ -37,10 +37,20 @@ def compute_step_metrics(
     return stats | length_error(finished_groups) | source_stats(finished_groups), dict(error_counts)
 
 
+def accept_length(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean tokens of a verification: the accepted ones of a draft, and the next one.
+
+    Empty without a draft model."""
+    verifications = sum(r.verifications for r in responses)
+    if not verifications:
+        return {}
+    return {"rollout/accept_length": 1 + sum(r.accepted_drafts for r in responses) / verifications}
+
+
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of at least one response.
 
-    All but reward/unverified (with an error) and reward/ungraded count graded responses.
+    All but reward/unverified (with an error), reward/ungraded and reward/judge_* count graded responses.
     response/length_* count sampled tokens."""
     failures = {
         "reward/unverified": sum(r.error is not None for r in responses) / len(responses),
@@ -48,6 +58,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
             ("reward/ungraded", "reward/unjudged"),  # the second until 0.4
             sum(not r.graded for r in responses) / len(responses),
         ),
+        **judge_stats(responses),
     }
     responses = [r for r in responses if r.graded]
     if not responses:
@@ -65,6 +76,7 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         **({"reward/score": mean_score(responses)} if has_scores else {}),
+        **accept_length(responses),
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
     for name, flag in (("right", True), ("wrong", False)):
@@ -82,6 +94,23 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         if with_words and without_words:
             stats["reflection/accuracy"] = sum(with_words) / len(with_words)
             stats["reflection/accuracy_without"] = sum(without_words) / len(without_words)
+    return stats
+
+
+def judge_stats(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return reward/judge_* of the responses that the judge was asked about, ungraded ones included.
+
+    seconds is the mean time of a response, agreement the share where judge and rule say the same. The others
+    are sums: calls, retries, cached, prompt_tokens, completion_tokens, ungraded_<reason>."""
+    costs = [r.judge for r in responses if r.judge]
+    if not costs:
+        return {}
+    names = dict.fromkeys(("calls", "retries", "cached", "prompt_tokens", "completion_tokens"))
+    names |= dict.fromkeys(sorted(name for cost in costs for name in cost if name.startswith("ungraded_")))
+    stats = {f"reward/judge_{name}": math.fsum(cost.get(name, 0.0) for cost in costs) for name in names}
+    for name, key in (("seconds", "seconds"), ("agreement", "agrees")):
+        if values := [cost[key] for cost in costs if key in cost]:
+            stats[f"reward/judge_{name}"] = math.fsum(values) / len(values)
     return stats
 
 

@@ -10,13 +10,16 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 import zmq.asyncio
+from torch import Tensor
 
 from megarl.config.errors import DataError, EngineError, MegarlError
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import ProblemSet, Prompt
 from megarl.data.sample import SampleGroup
+from megarl.data.teacher_prompts import make_teacher_prompt, pad_teacher_prompts
 from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.rollout import messages as m
@@ -119,10 +122,22 @@ class RolloutRank:
         batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
+        if step > 0 and self.config.has_self_teacher:
+            batch["teacher_prompts"] = self._make_teacher_prompts(groups)
         batch.records = make_records(step, shown_groups, self.tokenizer, self.config.log.samples)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
         return batch
+
+    def _make_teacher_prompts(self, groups: Sequence[SampleGroup]) -> Tensor:
+        """Return the teacher's prompt of each response, which rank 0 makes: others lack the texts."""
+        prompts = list[list[int]]()
+        if self.controller is not None:
+            config, tokenizer = self.config.teacher, self.tokenizer
+            prompts = [make_teacher_prompt(group.prompt, config, tokenizer) for group in groups]
+        prompts = broadcast_from_rank_0(self.ranks, prompts, list[list[int]])
+        sizes = [len(group.samples) for group in groups]
+        return pad_teacher_prompts(prompts).repeat_interleave(torch.tensor(sizes), 0)
 
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
@@ -190,7 +205,7 @@ class RolloutRank:
                 forgotten = controller.take_forgotten()
                 message = m.StoreRollout(order.number, outcome, controller.done, forgotten)
                 is_stored.clear()
-                await controller.hub.send_all(message)
+                await controller.pass_on(message)
                 # The stored state must be that of this moment: no group may be in the next batch yet.
                 await is_stored.wait()
 
@@ -210,19 +225,30 @@ class RolloutRank:
             started = now
             stored = store(message.number, batch, message.done)
             if self.controller is not None:
+                self.controller.orders_underway -= 1
                 await self.controller.hub.send(m.TRAINER, stored)
             is_stored.set()
 
         async def join_transfer(version: int) -> None:
             if self.controller is not None:
+                self.controller.orders_underway -= 1
                 await self.controller.hub.send(m.TRAINER, m.TransferReady(version))
             transfer(version)
 
         self.worker.transfer, self.worker.store = join_transfer, store_batch
         self.worker.on_keep_alive = on_keep_alive
+        # Trainers wait for an engine's answer to an order.
+        self.engine.should_end_poll = self._has_order
         started = time.perf_counter()
         self._run_rollout(decide, ())
-        self.worker.on_keep_alive = None
+        self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
+
+    def _has_order(self) -> bool:
+        """Return whether the worker, or the controller before it, has an order to follow."""
+        if self.controller is None:
+            return m.has_message(self.link.socket)
+        is_underway = self.controller.orders_underway and m.has_message(self.link.socket)
+        return is_underway or m.has_message(self.controller.hub.socket)
 
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.

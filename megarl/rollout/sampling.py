@@ -28,6 +28,7 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     stop: tuple[str, ...] = ()
     routing: bool = False
+    sampling_sets: bool = False  # record each token's; needs 1 < top_k
 
 
 def stop_window(stop: Sequence[str]) -> int:
@@ -148,7 +149,7 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         logits: [rows, vocab]; seeds and index: int64 [rows]
 
     Returns tokens int64 [rows], and their log-probs float32 [rows] under the whole distribution after
-    temperature (greedy: temperature 1), NaN in rows with NaN logits."""
+    temperature (greedy: temperature 1), NaN in rows with NaN logits. See `choose_with_set`."""
     logits = logits.float()
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -161,3 +162,20 @@ def choose(logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams)
         share = uniform(seeds, index)[:, None]
         tokens = _search(keep_top(logprobs.exp(), params.top_k, params.top_p), share, right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def choose_with_set(
+    logits: Tensor, seeds: Tensor, index: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample as `choose`, and return the sets that tokens were sampled from, int32 [rows, top_k].
+
+    A set has the ids that top-k and top-p keep, the most probable first, then -1. Of ids that tie with the
+    last of top-k, only some are kept. Log-probs are renormalised over the set, see `choose` for arguments."""
+    logprobs = torch.log_softmax(logits.float() / params.temperature, dim=-1)
+    kept = keep_top(logprobs.exp(), params.top_k, params.top_p)
+    probs, ids = kept.topk(min(params.top_k, kept.shape[-1]), dim=-1)
+    weights = torch.zeros_like(kept).scatter_(-1, ids, probs)
+    tokens = _search(weights, uniform(seeds, index)[:, None], right=True)
+    normaliser = logprobs.gather(-1, ids).masked_fill(probs == 0, -torch.inf).logsumexp(-1)
+    sets = ids.masked_fill(probs == 0, -1).int()
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0] - normaliser, sets

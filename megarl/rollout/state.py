@@ -31,6 +31,7 @@ SAMPLE_KEYS = {
     "turns": "turns",
     "calls": "calls",
     "prefix_tokens": "begun",
+    "judge": "judge",
 }
 TOKEN_KEYS = {
     "tokens": "tokens",
@@ -123,6 +124,8 @@ def group_state(group: SampleGroup, tokens: Sequence[TokenData | None] | None = 
     for sample, data in zip(group.samples, tokens or [s.data for s in group.samples], strict=True):
         assert data is not None
         fields = {key: getattr(sample, name) for name, key in SAMPLE_KEYS.items()}
+        if not sample.judge:  # without a judge, the keys are those of earlier versions
+            del fields["judge"]
         responses.append(fields | _token_state(data))
     return {"prompt": _prompt_state(group.prompt), "responses": responses, "version": group.policy_version}
 
@@ -163,6 +166,8 @@ def _token_state(data: TokenData) -> dict[str, Any]:
     if experts is not None:
         routing = [str(experts.dtype), experts.shape, base64.b64encode(experts.tobytes()).decode()]
     lists = {key: None if column is None else column.tolist() for key, column in columns.items()}
+    if (sets := data.sampling_sets) is not None:
+        lists["sets"] = [sets.shape[1], base64.b64encode(sets.astype("<i4").tobytes()).decode()]
     return lists | {"routing": routing}
 
 
@@ -171,4 +176,7 @@ def _token_data(saved: Mapping[str, Any], finish_reason: Any, journal: Sequence[
     if saved.get("routing") is not None:
         dtype, shape, encoded = saved["routing"]
         columns["routed_experts"] = np.frombuffer(base64.b64decode(encoded), dtype=dtype).reshape(shape)
+    if saved.get("sets") is not None:
+        width, encoded = saved["sets"]
+        columns["sampling_sets"] = np.frombuffer(base64.b64decode(encoded), dtype="<i4").reshape(-1, width)
     return TokenData(finish_reason=finish_reason, journal=[*journal], **columns)

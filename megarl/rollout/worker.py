@@ -18,6 +18,7 @@ from msgspec import structs
 from megarl.config.errors import EngineError, EngineFailure, MegarlError, WaitTimeout
 from megarl.config.schema import Config
 from megarl.data.sample import Sample, TokenData
+from megarl.rewards.judge import Judge
 from megarl.rewards.verdict import Verdict
 from megarl.rollout import messages as m
 from megarl.rollout.engines.base import RolloutEngine
@@ -68,6 +69,9 @@ class Worker:
         self.partials: dict[int, TokenData] = {}
         self.seconds: dict[str, float] = {}
         self.threads = ThreadPoolExecutor(2, "rollout")
+        self.judge: Judge | None = None
+        if config.reward.judge.url is not None and self.leads:
+            self.judge = Judge(config.reward.judge, config.seed, ranks // config.rollout.engine_tp)
         self._running: dict[int, RunningEpisode] = {}
 
     @property
@@ -96,7 +100,9 @@ class Worker:
             continuous_batching=batching,
             weights_change=self.config.schedule.in_flight != "none",
         )
-        self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads)
+        self.grader = Grader(self.config, self.verifier, self.tokenizer, self.threads, self.judge)
+        if self.judge is not None:
+            self.judge.start_step()
         self._tool_waits_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._seconds_taken: dict[str, float] = {}
@@ -118,6 +124,8 @@ class Worker:
             raise errors.exceptions[0] from None
         finally:
             await self._cancel_episodes()
+            if self.judge is not None:
+                await self.judge.close()
             self.seconds = self._count_seconds()
             self._running.clear()
 
@@ -171,6 +179,8 @@ class Worker:
                     last_heard = time.monotonic()
                 case m.StoreRollout():
                     await self.store(message)
+                    if self.judge is not None:
+                        self.judge.start_step()
                     last_heard = time.monotonic()
                 case m.EndRollout(keep):
                     await self._end(set(keep))

@@ -55,6 +55,7 @@ class ModelBuilder:
             module = self._build_module(config)
             model = TrainableModel("actor", module, config.actor, config.steps, self.runtime, config.parallel)
         model.replays_routing = config.rollout.routing_replay
+        model.replays_sampling = config.rollout.sampling_replay
         self._register(model)
         return model
 
@@ -72,6 +73,8 @@ class ModelBuilder:
         with self.offload.explain_out_of_memory("start"):
             module = self._build_module(self.config.without_adapters(), path, scalar=name == "reward")
             model = InferenceModel(name, module.requires_grad_(False), self.runtime)
+        # The loss compares its log-probs with the actor's. A reward model has scores.
+        model.replays_sampling = self.config.rollout.sampling_replay and name != "reward"
         self._register(model)
         return model
 

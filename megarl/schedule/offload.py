@@ -31,7 +31,7 @@ ADVICE = {
         "lower rollout.engine_memory (sglang) or rollout.max_batch (transformers)",
     ),
     **dict.fromkeys(("old_logprobs", "parity", "reference_logprobs"), LOGPROB_ADVICE),
-    **dict.fromkeys(("old_top_k", "teacher_advantages", "teacher_top_k"), LOGPROB_ADVICE),
+    **dict.fromkeys(("old_top_k", "teacher_advantages", "teacher_logprobs", "teacher_top_k"), LOGPROB_ADVICE),
     **dict.fromkeys(("reward_model", "values"), "lower update.tokens_per_micro_batch, or raise parallel.tp"),
     "weight_transfer": "lower rollout.transfer_bucket or rollout.engine_memory",
     "start": "raise parallel.tp or parallel.pp",

@@ -31,6 +31,7 @@ from megarl.training.columns import (
 )
 from megarl.training.model import InferenceModel
 from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
+from megarl.training.self_teacher import make_teacher_batch, pack_teacher_batch
 
 
 def rollout(run: Run, step: Step) -> None:
@@ -61,9 +62,12 @@ def old_logprobs(run: Run, step: Step) -> None:
     # With weights in flight a batch has tokens of several versions, and all are compared.
     version = None if schedule.in_flight != "none" else max(0, step.number - 1 - schedule.ahead)
     start_counting(run.actor.model.routings, grad=False)
-    columns = run.actor.logprob_columns(batch, batch.micro_batches)
+    needs_squares = run.config.algorithm.advantage_method.squared_probs
+    columns = run.actor.logprob_columns(batch, batch.micro_batches, squared_probs=needs_squares)
     step.metrics |= run.actor.routing_metrics()
     batch["old_logprobs"], batch["entropy"] = columns["logprobs"], columns["entropy"]
+    if needs_squares:
+        batch["squared_probs"] = columns["squared_probs"]
     step.count_tokens(passes=1)
     step.add(*policy_statistics(batch, run.runtime))
     step.add(*mismatch(batch, columns["logprobs"], version, run.runtime))
@@ -150,6 +154,11 @@ def gae_advantages(run: Run, step: Step) -> None:
     step.add(*add_gae(run.config, step.batch, run.runtime))
 
 
+def optimal_token_advantages(run: Run, step: Step) -> None:
+    add_advantages = load_function(run.config.algorithm.advantage_method.function)
+    step.metrics |= add_advantages(run.config, step.rollout, step.batch, run.runtime)
+
+
 def critic_agreement(run: Run, step: Step) -> None:
     add_agreement = load_function(CRITIC_AGREEMENT)
     step.metrics |= add_agreement(run.config.algorithm.agreement, step.batch, run.runtime)
@@ -158,33 +167,61 @@ def critic_agreement(run: Run, step: Step) -> None:
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
     batch, config = step.batch, run.config
-    logprobs = torch.full((batch.num_tokens,), -torch.inf)
-    for teacher, micro_batches in load_teachers(run, step, "teacher_advantages"):
-        columns = teacher.logprob_columns(batch, micro_batches)["logprobs"]
-        indices = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
-        logprobs[indices] = columns[indices]
+    logprobs = teacher_columns(run, step, "teacher_advantages")["logprobs"]
     old_column = batch[config.algorithm.old_column]
+    if config.teacher.alone:
+        batch["advantages"] = torch.zeros_like(batch["advantages"])
     step.metrics |= add_teacher(config.teacher.weight, old_column, logprobs, batch, run.runtime)
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
-    batch, k = step.batch, run.config.teacher.top_k
-    assert k is not None
-    shape = batch.num_tokens, k if run.runtime.is_last_stage else 0
-    logprobs, tokens = torch.full(shape, -torch.inf), torch.zeros(shape, dtype=torch.int32)
-    for teacher, micro_batches in load_teachers(run, step, "teacher_top_k"):
-        columns = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
-        indices = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
-        logprobs[indices], tokens[indices] = columns["logprobs"][indices], columns["tokens"][indices].int()
-    batch["teacher_logprobs"], batch["teacher_tokens"] = logprobs, tokens
+    columns = teacher_columns(run, step, "teacher_top_k", run.config.teacher.top_k)
+    step.batch["teacher_logprobs"], step.batch["teacher_tokens"] = (
+        columns["logprobs"],
+        columns["tokens"].int(),
+    )
+    if run.config.teacher.alone:
+        step.batch["advantages"] = torch.zeros_like(step.batch["advantages"])
 
 
-def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceModel, Sequence[MicroBatch]]]:
+def teacher_logprobs(run: Run, step: Step) -> None:
+    step.batch["teacher_logprobs"] = teacher_columns(run, step, "teacher_logprobs")["logprobs"]
+    if run.config.teacher.alone:
+        step.batch["advantages"] = torch.zeros_like(step.batch["advantages"])
+
+
+def teacher_columns(run: Run, step: Step, phase: str, k: int | None = None) -> dict[str, Tensor]:
+    """Return the teachers' logprobs [T], -inf without a teacher; with k their top k logprobs and tokens.
+
+    Those are [T, k], and [T, 0] before the last pipeline stage."""
+    shape = (step.batch.num_tokens, *([k if run.runtime.is_last_stage else 0] if k else []))
+    columns = {"logprobs": torch.full(shape, -torch.inf)}
+    if k:
+        columns["tokens"] = torch.zeros(shape)
+    for teacher, batch, micro_batches, indices in load_teachers(run, step, phase):
+        if k:
+            outputs = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
+        else:
+            outputs = teacher.logprob_columns(batch, micro_batches)
+        at = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
+        for name, column in columns.items():
+            column[at if indices is None else indices[at]] = outputs[name][at]
+    return columns
+
+
+# Teacher, its batch and micro-batches, and positions of that batch's tokens in the actor's; None: the same.
+TeacherPass = tuple[InferenceModel, TrainBatch, Sequence[MicroBatch], Tensor | None]
+
+
+def load_teachers(run: Run, step: Step, phase: str) -> Iterator[TeacherPass]:
     """Load the needed teachers one by one, with micro-batches of their responses."""
     config, batch = run.config, step.batch
+    if config.has_self_teacher:
+        yield load_self_teacher(run, step)
+        return
     if not config.teacher.by_source:
         step.count_tokens(passes=1)
-        yield run.teachers[0], batch.micro_batches
+        yield run.teachers[0], batch, batch.micro_batches, None
         return
     for number, teacher in enumerate(run.teachers):
         mask = step.rollout["teachers"] == number
@@ -192,7 +229,24 @@ def load_teachers(run: Run, step: Step, phase: str) -> Iterator[tuple[InferenceM
             continue
         step.count_tokens(1, step.rollout.lengths[mask])
         run.offload.select_part(phase, "teacher.weights", number)
-        yield teacher, pack_chosen(mask, step.rollout, batch, config, teacher.model, run.runtime)
+        micro_batches = pack_chosen(mask, step.rollout, batch, config, teacher.model, run.runtime)
+        yield teacher, batch, micro_batches, None
+
+
+def load_self_teacher(run: Run, step: Step) -> TeacherPass:
+    """Return the actor as its own teacher, with a batch of longer prompts."""
+    config, [teacher] = run.config, run.teachers
+    if run.actor.average is not None:
+        run.actor.average.write(teacher.model)
+    special = run.tokenizer.all_special_ids
+    batch, response_indices, metrics = make_teacher_batch(
+        step.rollout, step.batch, config.teacher, special, run.runtime
+    )
+    step.metrics |= metrics
+    step.count_tokens(1, torch.tensor([int(metrics["teacher/tokens"])]))
+    indices = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    indices[batch.response_mask] = response_indices
+    return teacher, batch, pack_teacher_batch(batch, config, teacher.model, run.runtime), indices
 
 
 def prompt_advantages(run: Run, step: Step) -> None:
@@ -237,7 +291,8 @@ def actor_update(run: Run, step: Step) -> None:
         assert selector is not None and selected is not None
         logprobs = run.actor.logprob_columns(batch, mini_batch)["logprobs"]
         randoms = sample_uniforms(batch, run.config.seed, step.index, number)
-        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime))
+        options = algorithm.arguments(algorithm.policy_loss.selector_options)
+        selected.copy_(selector(algorithm, batch, mini_batch, logprobs, randoms, run.runtime, **options))
 
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)
@@ -248,6 +303,8 @@ def actor_update(run: Run, step: Step) -> None:
             for micro_batches in mini_batches
         ]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before_update)
+    if run.actor.average is not None:
+        run.actor.average.update(run.actor.model)
     # Keep statistics from before the updates.
     step.metrics |= {name: value for name, value in updates.items() if name not in step.metrics}
 

@@ -16,7 +16,7 @@ from megarl.config.check import check_config, evaluation_problems
 from megarl.config.engines import ENGINES
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import mark_required, read_json, write_atomic
-from megarl.config.schema import Config, RewardConfig
+from megarl.config.schema import JUDGE, Config, JudgeConfig, RewardConfig
 from megarl.data.generated import own_verifiers
 from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
@@ -35,9 +35,10 @@ from megarl.parallel.runtime import choose_device, is_launched, launched_world, 
 from megarl.plan.fit import find_cpu_problem, find_cpu_warning, find_problem
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.rewards import VerifierPool
+from megarl.rewards.judge import check_judge
 from megarl.rewards.pool import Item
 from megarl.rewards.sandbox import probe
-from megarl.rewards.verdict import Reference, get_term, get_verifier
+from megarl.rewards.verdict import Reference, Verdict, get_term, get_verifier, reference_to_verdict
 from megarl.rollout.engines.base import load_engine_class
 from megarl.rollout.episode import load_prompt_options, load_runner
 from megarl.schedule.rollouts import check_pretraining_rollouts
@@ -103,6 +104,8 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         raise ConfigError(f"{where}: teacher.by_source.{source}: {problem} (correct the name, or remove it)")
     sandbox_warning = None
     if config.has_engine:
+        if config.reward.judge.url is not None:
+            check_judge_answers(config.reward.judge, references)
         check_verifier(config.reward, references, own_verifiers(config.data))
         sandbox_warning = _sandbox_warning()
     check_pretraining_rollouts(config)
@@ -230,6 +233,8 @@ def preflight_evaluation(
         eval_data = config.data.model_copy(update={"train": ()})
         tools = load_prompt_options(config, tokenizer)["tools"]
         references = validate_files(eval_data, tokenizer=tokenizer, tools=tools)
+    if config.reward.verifier == JUDGE:
+        check_judge_answers(config.reward.judge, references)
     check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(eval_data))
 
 
@@ -262,11 +267,20 @@ def _check_buildable(path: Path, key: str) -> None:
         check_buildable(path)
 
 
+def check_judge_answers(judge: JudgeConfig, references: Sequence[str | Reference]) -> None:
+    """Ask the judge about a made-up response. Raises ConfigError."""
+    answers = [reference if isinstance(reference, str) else reference.answer for reference in references[:1]]
+    check_judge(judge, [("What is the answer?", answer, f"The answer is {answer}.") for answer in answers])
+
+
 def check_verifier(
     reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
 ) -> None:
     """Test verifier and reward terms on a made-up response per reference (one per data file or task)."""
-    if not reward.terms and reward.verifier == "dapo":
+    if reward.verifier == JUDGE:  # terms get a verdict as a run's do
+        verdict = Verdict(True, score=1.0)
+        references = [r if isinstance(r, Reference) else reference_to_verdict(r, verdict) for r in references]
+    if not reward.terms and reward.verifier in ("dapo", JUDGE):
         references = [reference for reference in references if isinstance(reference, Reference)]
     if not references:
         return

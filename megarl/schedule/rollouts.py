@@ -32,7 +32,7 @@ KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
 MANIFEST = "manifest.json"
 # Columns [T] of a file; all others are [n].
-TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing")
+TOKEN_COLUMNS = ("engine_logprobs", "token_versions", "turn_rewards", "routing", "sampling_sets")
 SAMPLING_KEYS = (
     *("seed", "data.shuffle", "model.dtype", "rollout.engine", "rollout.weights_dtype", "rollout.prompts"),
     "rollout.engine_options",
@@ -42,6 +42,7 @@ SAMPLING_KEYS = (
     *("rollout.agent", "rollout.turns"),
     *("reward.verifier", "reward.correct", "reward.incorrect", "reward.timeout", "reward.weight"),
     "reward.terms",
+    "reward.judge",
     *("reward.overlong.soft_punishment", "reward.overlong.buffer"),
 )
 # A rank's columns [n], and an empty batch with the types of columns [T].

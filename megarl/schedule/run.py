@@ -29,6 +29,7 @@ from megarl.schedule.source import BatchSource, Generation, SupervisedPairs
 from megarl.sync.weight_sync import Failures, WeightSync, make_weight_sync
 from megarl.training.columns import Tables
 from megarl.training.model import InferenceModel, TrainableModel
+from megarl.training.self_teacher import AverageWeights
 from megarl.weights.hf import ModelFolder
 from megarl.weights.megatron import open_model
 
@@ -105,8 +106,7 @@ def build_run(config: Config, runtime: Runtime, source: BatchSource | None = Non
     reference = build_reference(builder, actor)
     reward_path = config.reward.model.path
     reward_model = builder.build_frozen("reward", reward_path) if config.has_reward_model else None
-    teacher_paths = config.teacher.folders.values() if config.has_teacher else ()
-    teachers = [builder.build_frozen("teacher", path) for path in teacher_paths]
+    teachers = build_teachers(builder, actor)
     states = config.algorithm.advantage_method.states
     method_states = {name: load_function(constructor)(config.algorithm) for name, constructor in states}
 
@@ -149,7 +149,23 @@ def build_reference(builder: ModelBuilder, actor: TrainableModel) -> InferenceMo
         return None
     if builder.config.actor.lora.rank is None:
         return builder.build_frozen("reference")
-    return InferenceModel("reference", actor.model, builder.runtime, adapters=False)
+    reference = InferenceModel("reference", actor.model, builder.runtime, adapters=False)
+    reference.replays_sampling = actor.replays_sampling
+    return reference
+
+
+def build_teachers(builder: ModelBuilder, actor: TrainableModel) -> list[InferenceModel]:
+    """Build the teachers, or of self-distillation the actor's initial, current or average weights."""
+    config = builder.config
+    if not config.has_self_teacher:
+        paths = config.teacher.folders.values() if config.has_teacher else ()
+        return [builder.build_frozen("teacher", path) for path in paths]
+    if config.teacher.weights == "current":
+        return [InferenceModel("teacher", actor.model, builder.runtime)]
+    teacher = builder.build_frozen("teacher")
+    if config.teacher.weights == "average":
+        actor.average = AverageWeights(teacher.model, config.teacher.average_rate)
+    return [teacher]
 
 
 def build_generation(

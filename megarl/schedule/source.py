@@ -113,6 +113,8 @@ class Generation(BatchSource):
         self.rollout_rank = RolloutRank(
             config, runtime.engines, self.engine, self.verifiers, tokenizer, recover, self._take_prompts
         )
+        if (judge := self.rollout_rank.worker.judge) is not None:
+            judge.cache.open(config.run_dir / "judge", runtime.engines.rank)
         self.rollouts = RolloutStore(
             rollouts_folder(config), runtime.engines, "checkpoint.rollouts", "make room, or set it to false"
         )

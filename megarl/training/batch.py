@@ -214,7 +214,8 @@ def pack_chosen(
         chosen_rows = rows[indices]
         packs = _pack(prompts[chosen_rows], rollout.lengths[chosen_rows], groups[chosen_rows], budget)
         min_packs = max(min_packs, int(max_over_ranks(runtime, len(packs))))
-    columns = {"group_ids": batch["group_ids"]} if shares_prompts else {}
+    names = ["group_ids"] * shares_prompts + ["sampling_sets"] * ("sampling_sets" in batch)
+    columns = {name: batch[name] for name in names}
     tokens = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
     return make_micro_batches(
         tokens, indices.tolist(), budget, model, min_packs, prompts[rows] if shares_prompts else None
@@ -319,11 +320,11 @@ def locate(
     return {"at": at, "logit_indices": padded[0], "labels": padded[1], "order": order.to(device)}
 
 
-def labels_and_others(micro_batch: MicroBatch) -> Tensor:
-    """Return `labels`, int64 [r], or with `others` [r, 1 + k], on the device."""
-    if micro_batch.others is None:
+def labels_and_others(micro_batch: MicroBatch, others: Tensor | None) -> Tensor:
+    """Return `labels`, int64 [r], or with `others` [T, k] the labels and these, [r, 1 + k], on the device."""
+    if others is None:
         return micro_batch.labels
-    others = micro_batch.others[micro_batch.token_indices].long()
+    others = others[micro_batch.token_indices].long()
     if micro_batch.order is not None:
         count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
         is_local = order // max(count, 1) == parallel_state.get_context_parallel_rank()
@@ -331,6 +332,26 @@ def labels_and_others(micro_batch: MicroBatch) -> Tensor:
         local_others[order[is_local] % max(count, 1)] = others[is_local]
         others = local_others
     return torch.cat([micro_batch.labels[:, None], others.to(micro_batch.labels.device)], 1)
+
+
+def renormalise(output: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, ...]:
+    """Return the actor's output with log-probs of the sampled tokens within their sampling sets, [r].
+
+    Its gradient to logits is one-hot - softmax over the set, and 0 elsewhere. A set without ids has all.
+    Squared probabilities are summed over the set, too; the entropy stays that of the whole distribution.
+
+    output: log-probs over the whole vocabulary [r, 1 + k], entropy, and perhaps sums of squares
+    labels: int64 [r, 1 + k], each token, the ids of its set, then -1"""
+    logprobs, entropy, *squares = output
+    is_member = labels[:, 1:] >= 0
+    has_set = is_member.any(-1)
+    # Rows without a set keep finite numbers, because a gradient of 0 times infinity is NaN.
+    normaliser = logprobs[:, 1:].masked_fill(~is_member & has_set[:, None], -torch.inf).logsumexp(-1)
+    normaliser = torch.where(has_set, normaliser, 0.0)
+    if squares:
+        probs = torch.where(is_member, (logprobs[:, 1:] - normaliser[:, None]).exp(), 0.0)
+        squares = [torch.where(has_set, probs.square().sum(-1), squares[0])]
+    return logprobs[:, 0] - normaliser, entropy, *squares
 
 
 def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
@@ -392,6 +413,7 @@ def make_micro_batch(
     on_this_rank = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
     packed, routing = model.pack(layout.cu_seqlens, layout.prompts), None
     packed.real_tokens = is_real[on_this_rank]
+    sets = batch["sampling_sets"] if "sampling_sets" in batch else None  # noqa: SIM401 (no `get`)
     if "routing" in batch:
         recorded = batch["routing"]
         routing = _place(recorded[token_indices], is_real, torch.iinfo(recorded.dtype).max)
@@ -402,6 +424,7 @@ def make_micro_batch(
         packed=packed,
         token_indices=token_indices[batch.response_mask[token_indices]],
         routing=routing,
+        sampling_sets=sets,
         cut=places,
         **locate(
             response_positions,

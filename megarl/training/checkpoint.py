@@ -30,6 +30,8 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import describe_error, is_inside, read_json
+from megarl.config.hub import pinned
+from megarl.config.methods import method_options
 from megarl.config.schema import PRETRAINING, CheckpointConfig, Config
 from megarl.config.schema.section import Section, fields
 from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
@@ -70,6 +72,8 @@ FREE = (
     *("rollout.weights", "schedule.max_staleness"),
     *("rollout.urls", "rollout.router", "rollout.in_flight", "rollout.turns.hold", "rollout.turns.calls"),
     *("reward.max_ungraded", "reward.sandbox", "rollout.turns.sandbox"),
+    *("reward.judge.url", "reward.judge.key_variable", "reward.judge.concurrency", "reward.judge.timeout"),
+    *("reward.judge.retries", "reward.judge.max_calls", "reward.judge.max_tokens", "reward.judge.cache"),
     *("update.tokens_per_micro_batch", "update.logprob_chunk", "value_pretraining.rollouts"),
 )
 # Not free: in bf16 the sum of the micro-batches' gradients differs.
@@ -78,11 +82,14 @@ ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
 ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
 ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
 ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
-ADDED |= {"rollout.routing_replay": False, "rollout.window": None}
+ADDED |= {"rollout.routing_replay": False, "rollout.sampling_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
+ADDED |= {"teacher.weights": None, "teacher.ratio_cap": None, "teacher.alpha": 0.0, "teacher.alone": False}
 ADDED |= {"algorithm.lambda_floor": 0.0, "algorithm.window_tail": 0, "schedule.in_flight": "none"}
 ADDED |= {"algorithm.dppo.top_k": 0, "critic.count": 1}
 ADDED |= {"algorithm.agreement.mask": 0.0, "algorithm.agreement.filter": 0.0}
+ADDED |= {f"algorithm.{option.key}": option.default for option, _, _ in method_options()}
+ADDED |= {"reward.judge.model": ""}
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,17 @@ def _plain(value: Any) -> Any:
         value = value.model_dump()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return str(value.absolute()) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        name = pinned(value)  # the hub's cache may move
+        return str(value.absolute() if name == value else name)
+    return value
+
+
+def _pin_texts(value: Any) -> Any:
+    """Pin the paths of settings that an older version wrote."""
+    if isinstance(value, list):
+        return [_pin_texts(item) for item in value]
+    return str(pinned(Path(value))) if isinstance(value, str) and "/snapshots/" in value else value
 
 
 def check_continues(config: Config, checkpoint: Checkpoint) -> None:
@@ -175,6 +192,7 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
 
     Keys that only one version of megarl has are not compared, except ADDED."""
     settings, saved_settings = list_fixed_settings(config), ADDED | checkpoint.settings
+    saved_settings = {key: _pin_texts(value) for key, value in saved_settings.items()}
     if saved_settings.get("rollout.dynamic_sampling.at_limit") == "stop":  # no step has reached the limit
         for key in ("at_limit", "max_batches"):
             del settings[f"rollout.dynamic_sampling.{key}"]

@@ -44,8 +44,10 @@ def add_group_advantages(
         rewards = gather_responses(batch.totals(per_token_rewards), rollout, batch, runtime).to(rewards.dtype)
     parts, weights = reward_parts(config.reward, rollout, batch, runtime)
     in_loss = responses_in_loss(config.reward, rollout)
-    compute_advantages = load_function(config.algorithm.advantage_method.function)
-    advantages = compute_advantages(Responses(rewards, rollout["group_ids"], in_loss, parts, weights))
+    method = config.algorithm.advantage_method
+    responses = Responses(rewards, rollout["group_ids"], in_loss, parts, weights)
+    options = config.algorithm.arguments(method.options)
+    advantages = load_function(method.function)(responses, **options)
     write_advantages(config.algorithm, batch, batch.spread(advantages[batch.rows]), runtime)
     return metrics
 

@@ -35,9 +35,10 @@ from megarl.parallel.comm import (
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import gather_output, labels_and_others, locate
+from megarl.training.batch import gather_output, labels_and_others, locate, renormalise
 from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
+from megarl.training.self_teacher import AverageWeights
 
 Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (loss with global denominators, statistics as sums)
@@ -59,11 +60,23 @@ class InferenceModel:
         self.adapters = adapters  # False: with LoRA disabled
         self.chunks: list[Any] = list(model.chunks)
         self.megatron_seconds = 0.0
-        self.replays_routing = False
+        self.replays_routing = self.replays_sampling = False
 
-    def logprob_columns(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every pipeline stage."""
-        return self._columns(("logprobs", "entropy"), batch, micro_batches)
+    def logprob_columns(
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], *, squared_probs: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute logprobs and entropy, float32 [T], 0 outside responses, on every pipeline stage.
+
+        squared_probs: also a column of the sums of squared probabilities"""
+        if not squared_probs:
+            return self._columns(("logprobs", "entropy"), batch, micro_batches)
+        try:
+            for chunk in self.model.chunks:
+                chunk.sums_squares = True
+            return self._columns(("logprobs", "entropy", "squared_probs"), batch, micro_batches)
+        finally:
+            for chunk in self.model.chunks:
+                chunk.sums_squares = False
 
     def top_k_columns(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], k: int, limit: int
@@ -156,7 +169,9 @@ class InferenceModel:
             micro_batch = next(batches)
             # Models share packs but differ in replay.
             micro_batch.packed.routing = micro_batch.routing if self.replays_routing else None
-            labels = micro_batch.labels if forward_only else labels_and_others(micro_batch)
+            sets = micro_batch.sampling_sets if self.replays_sampling else None
+            others = None if forward_only else micro_batch.others
+            labels = labels_and_others(micro_batch, others if sets is None else sets)
             output = chunk(
                 micro_batch.tokens,
                 micro_batch.positions,
@@ -167,6 +182,8 @@ class InferenceModel:
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
+                if sets is not None:
+                    output = renormalise(output, labels)
                 value, stats = loss(gather_output(micro_batch, output), micro_batch)
                 self.megatron_seconds -= time.perf_counter() - started
                 return value, torch.zeros((), dtype=torch.int, device=value.device), stats
@@ -259,6 +276,7 @@ class TrainableModel(InferenceModel):
     ) -> None:
         super().__init__(name, model, runtime)
         self.config = config
+        self.average: AverageWeights | None = None  # saved with the model
         with on_cpu():
             buckets = _bucket_config(parallel or ParallelConfig(), runtime)
             self.chunks = _wrap_chunks(model, buckets, config)

@@ -11,9 +11,11 @@ from torch import Tensor
 from megarl.algorithms.losses import (
     chance_loss,
     entropy_loss,
+    importance_weights,
     kl_loss,
     nll_loss,
     policy_loss,
+    sampled_teacher_loss,
     top_k_loss,
     value_loss,
 )
@@ -32,12 +34,13 @@ def actor_loss(
     """Return the actor's loss: the policy loss, and the terms whose factor is not 0 (`further_terms`).
 
     They are mu * positive-example NLL (VAPO eq. 10), beta * KL to the initial policy, minus factor * entropy,
-    and c * KL to a teacher's top-k tokens.
+    and c * the divergence from a teacher, by its top-k tokens or the sampled one.
 
     The phase actor_update declares the columns that they read (config/phases.py).
 
     selected: bool [T], chosen by the policy loss's selector."""
     surrogate, sequence_ids = load_function(config.policy_loss.function), batch.sequence_ids
+    options = config.arguments(config.policy_loss.options)
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
@@ -59,7 +62,7 @@ def actor_loss(
             config.clip_high,
             entropy.detach(),
             surrogate=surrogate,
-            options=config.policy_loss_options,
+            options=options,
             dual_clip=config.dual_clip,
             sequence_ids=sequence_ids[micro_batch.token_indices].to(weights.device),
             selected=None if selected is None else selected[micro_batch.token_indices].to(weights.device),
@@ -114,9 +117,19 @@ def further_terms(
     if config.entropy_weight:
         entropy_column = "entropy_weights" if config.agreement.filter else weights_column
         yield config.entropy_weight, entropy_loss(entropy, column(entropy_column))
-    if teacher is not None and teacher.top_k:
+    if teacher is None or not teacher.is_in_loss:
+        return
+    importance, cap = None, teacher.ratio_cap
+    if cap is not None:
+        old_logprobs = column(config.old_column)
+        importance = importance_weights(logprobs, old_logprobs, column(weights_column), cap)
+    if teacher.top_k:
         assert of_teacher is not None
-        yield teacher.weight, top_k_loss(of_teacher, column("teacher_logprobs"), column(weights_column))
+        terms = of_teacher, column("teacher_logprobs"), column(weights_column)
+        yield teacher.weight, top_k_loss(*terms, teacher.alpha, importance)
+    elif importance is not None:
+        weights = column("policy_loss_weights")
+        yield teacher.weight, sampled_teacher_loss(logprobs, column("teacher_logprobs"), weights, importance)
 
 
 def other_tokens(batch: TrainBatch) -> Tensor | None:

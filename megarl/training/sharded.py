@@ -34,6 +34,7 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.training.checkpoint import Checkpoint
 from megarl.training.model import TrainableModel
+from megarl.training.self_teacher import AverageWeights
 from megarl.weights.families import get_table_name
 from megarl.weights.index import check_trainable, read_history
 
@@ -71,7 +72,16 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
                 trained_weights, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
             )
             vars(optimizer).pop("load_state_dict", None)
-    return {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
+        average = {} if model.average is None else {"average": _average(model.model, model.average, weights)}
+    steps = model.schedule.num_steps
+    return {"model": weights, "optimizer": optimizers, "schedule_steps": steps, **average}
+
+
+def _average(model: ModelChunks, average: AverageWeights, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded state of a model's average weights, by the parameters' order on this rank."""
+    shards = get_param_id_to_sharded_param_map(weights, model.parameters())
+    copies = enumerate(average.weights.values())
+    return {str(i): make_sharded_optimizer_tensor(shards[i], copy, "average") for i, copy in copies}
 
 
 def load_checkpoint(
@@ -101,6 +111,9 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
                 for key, tensor in tensors.items():
                     tensor.detach().copy_(saved_state[str(matrix_index)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
+    if model.average is not None:
+        for i, copy in enumerate(model.average.weights.values()):
+            copy.copy_(loaded["average"][str(i)])
 
 
 def load_model(model: ModelChunks, folder: Path) -> None:

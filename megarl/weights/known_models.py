@@ -92,7 +92,7 @@ def planning_config(path: Path, name: str | None = None) -> tuple[str, Mapping[s
     less a suffix."""
     if name is None and (path / "config.json").is_file():
         return str(path / "config.json"), read_config(path)
-    model_name = path.name if name is None else name
+    model_name = path.name.partition("@")[0] if name is None else name  # without a revision of the hub
     matches = [
         known_name
         for known_name in KNOWN_MODELS

@@ -622,10 +622,12 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
             routing = np.zeros((len(tokens) + last, 1, 1), dtype=np.uint8)
             finish: Any = "abort" if aborted_again else "stop"
             logprobs = [-float(i) for i in range(last)]
-            return TokenData(whole[:last], logprobs, finish, [3] * first + [4] * (last - first), routing)
+            versions, sets = [3] * first + [4] * (last - first), np.array(whole, np.int32)[:last, None]
+            return TokenData(whole[:last], logprobs, finish, versions, routing, sampling_sets=sets)
 
     for split in range(1, end):
         begun = TokenData(whole[:split], [-float(i) for i in range(split)], "abort", [3] * split)
+        begun.sampling_sets = np.array(whole, np.int32)[:split, None]
         client: Any = Client()
         policy = Policy(prompt_of([5, 6]), client, 5, params, begun, tokenizer, aborted=False)
         turn = asyncio.run(policy.generate())
@@ -636,6 +638,9 @@ def test_a_stop_text_is_found_wherever_an_abort_has_split_it(aborted_again: bool
         )
         assert written.policy_versions.tolist() == [3] * split + [4] * (end - split)
         assert written.routed_experts is not None and len(written.routed_experts) == 2 + end
+        assert written.sampling_sets is not None and written.sampling_sets.tolist() == [
+            [token] for token in whole[:end]
+        ]
 
 
 def test_a_rows_own_columns_hide_nothing() -> None:

@@ -14,6 +14,12 @@ from megarl.algorithms import advantages as adv
 from megarl.algorithms.advantages import Responses
 from megarl.algorithms.methods.dr_grpo import group_mean
 from megarl.algorithms.methods.gdpo import per_reward_advantages
+from megarl.algorithms.methods.otb import (
+    baseline_sums,
+    gradient_energy,
+    sampled_positions,
+    token_baselines,
+)
 from megarl.algorithms.methods.rloo import leave_one_out
 from megarl.algorithms.methods.spo import SuccessTracker
 from megarl.algorithms.methods.tppo import extended_gae
@@ -489,3 +495,38 @@ def test_gae_metrics():
         "gae/advantage_std": 2**0.5,
     }
     assert adv.gae_metrics(parts) == pytest.approx(expected)
+
+
+def test_the_energy_of_a_token_is_the_squared_norm_of_its_gradient() -> None:
+    """The reference is |onehot - p|^2, summed token by token; observations have none."""
+    g = torch.Generator().manual_seed(0)
+    probs = (3 * torch.randn(9, 7, generator=g, dtype=torch.float64)).softmax(-1)
+    tokens, cu_seqlens = torch.randint(0, 7, (9,), generator=g), torch.tensor([0, 4, 4, 9])
+    mask = torch.tensor([False, True, True, True, False, True, False, True, True])
+    logprobs = probs.gather(1, tokens[:, None])[:, 0].log()
+    found = gradient_energy(logprobs, probs.square().sum(-1), mask, cu_seqlens)
+    squares = (torch.nn.functional.one_hot(tokens, 7) - probs).square().sum(-1)
+    expected = torch.zeros(9, dtype=torch.float64)
+    for start, end in ((0, 4), (4, 9)):
+        total = 0.0
+        for t in range(start, end):
+            if mask[t]:
+                total += float(squares[t])
+                expected[t] = total
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert sampled_positions(mask, cu_seqlens)[mask].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_weighted_deviations_from_the_token_baseline_sum_to_zero() -> None:
+    """At each position sum_i W (G - B) = 0; a position of one response has the baseline 0."""
+    g = torch.Generator().manual_seed(1)
+    lengths = [3, 5, 5, 2]
+    slots = torch.cat([torch.arange(length) for length in lengths])
+    returns = torch.randn(len(slots), generator=g)
+    energy = torch.rand(len(slots), generator=g, dtype=torch.float64) + 0.1
+    counts = torch.tensor([sum(length > t for length in lengths) for t in range(6)])
+    baselines = token_baselines(baseline_sums(returns, energy, slots, 6), counts)
+    weighted = torch.zeros(6, dtype=torch.float64).index_add(0, slots, energy * (returns - baselines[slots]))
+    assert weighted.abs().max() < 1e-6
+    alone = token_baselines(baseline_sums(returns[:3], energy[:3], slots[:3], 3), torch.ones(3))
+    assert alone.tolist() == [0.0] * 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megarl.algorithms import losses
 from megarl.algorithms.losses import token_weights
 from megarl.algorithms.methods.gspo import gspo
 from megarl.algorithms.methods.sao import masked
-from megarl.config.methods import POLICY_LOSSES, PolicyLossName, load_function
+from megarl.config.methods import ADVANTAGES, POLICY_LOSSES, load_function
 from megarl.data.batch import TrainBatch
 from tests.algorithms.loops import (
     OPTIONS,
@@ -48,6 +49,9 @@ SURROGATES: dict[str, tuple[Any, ...]] = {
     **{kind: (kind, 0.0) for kind in ("dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov")},
     "fipo": ("fipo", DUAL),
 }
+# Of these, test_NAME.py has the formula. The other tests here are the same for all.
+OF_OTHER_FILES = sorted(set(POLICY_LOSSES) - {kind for kind, *_ in SURROGATES.values()})
+SURROGATES |= {name: (name, 0.0) for name in OF_OTHER_FILES}
 INPUTS = {
     **dict.fromkeys(SURROGATES, ("logprobs", "old_logprobs", "advantages")),
     **dict.fromkeys(
@@ -66,14 +70,16 @@ Loss = Callable[[TrainBatch, Tensor], tuple[Tensor, losses.Stats]]
 
 def surrogate(name: str) -> Loss:
     kind, dual, *further = SURROGATES[name]
+    row = POLICY_LOSSES[kind]
+    defaults = {option.key.partition(".")[2]: option.default for option in row.options}
     return lambda e, w: losses.policy_loss(
         *(e["logprobs"], e["old_logprobs"], e["advantages"], w, LOW, HIGH),
         entropy=e["entropy"],
-        surrogate=load_function(POLICY_LOSSES[kind].function),
-        options=OPTIONS.get(kind),
+        surrogate=load_function(row.function),
+        options=OPTIONS.get(kind, defaults),
         dual_clip=dual,
         sequence_ids=e.sequence_ids,
-        selected=e["selected"].bool() if kind in ("clip_cov", "kl_cov") else None,
+        selected=e["selected"].bool() if row.selector else None,
         top_k_logprobs=(e["further_logprobs"], e["further_old_logprobs"]) if further else None,
     )
 
@@ -89,6 +95,7 @@ LOSSES: dict[str, Loss] = {
     "chance": lambda e, w: losses.chance_loss(e["values"], e["successes"], w),
 }
 TERMS = pytest.mark.parametrize("term", list(LOSSES))
+OF_THIS_FILE = sorted(set(LOSSES) - set(OF_OTHER_FILES))
 
 
 def run(term: str, experience: TrainBatch, weights: Tensor) -> tuple[Tensor, Tensor, losses.Stats]:
@@ -126,7 +133,7 @@ def reference(term: str, batch: Batch, weights: list[float]) -> tuple[Term, dict
     return {"nll": loop_nll, "kl": loop_kl, "entropy": loop_entropy}[term](batch, weights), {}
 
 
-@TERMS
+@pytest.mark.parametrize("term", OF_THIS_FILE)
 @settings(max_examples=20, deadline=None)
 @given(
     batch=batches(),
@@ -234,7 +241,7 @@ HELD = {"dppo_tv", "dppo_kl", *TOP_K}
 
 # Losses that treat the ratio or a factor as constant are left out. kl_cov has a kink at ratio 1, and gspo has
 # a separate test below.
-@pytest.mark.parametrize("term", sorted(set(LOSSES) - {"cispo", "fipo", "kl_cov", "gspo"} - HELD))
+@pytest.mark.parametrize("term", sorted(set(OF_THIS_FILE) - {"cispo", "fipo", "kl_cov", "gspo"} - HELD))
 def test_gradcheck(term):
     batch = make_batch([(2, 6), (1, 3)], 7, [True, True])
     e = batch.experience
@@ -443,9 +450,16 @@ def test_metrics_from_sums():
     )
 
 
-def test_every_name_has_a_row_and_every_row_a_function() -> None:
-    """The `Literal` repeats the names of the table."""
-    assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
+def test_every_row_has_a_function_and_a_formula() -> None:
     for row in POLICY_LOSSES.values():
         assert callable(load_function(row.function))
         assert not row.selector or callable(load_function(row.selector))
+    for row in ADVANTAGES.values():
+        assert not row.function or callable(load_function(row.function))
+    for name in OF_OTHER_FILES:
+        assert (Path(__file__).parent / f"test_{name}.py").is_file()
+
+
+def test_statistics_of_responses_are_divided_by_their_number() -> None:
+    sums = {"policy/tokens": 10.0, "policy/responses": 4.0, "policy/accepted_responses": 3.0}
+    assert losses.loss_metrics(sums) == {"policy/accepted_responses": 0.75}

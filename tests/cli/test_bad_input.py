@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.schedule.preflight import preflight
 from megarl.weights.hf import HFFolder
 from tests.cli.scene import Scene, write_jsonl
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
@@ -60,6 +63,18 @@ class TestKeys:
         "parallel.pp=3": "parallel.pp: 3 does not divide the model's 2 layers (possible: 1, 2)",
         "rollout.routing_replay=true": (
             "rollout.routing_replay: a qwen2 model has no experts (set it to false)"
+        ),
+        "algorithm.advantage=otb algorithm.old_logprobs=engine": (
+            "{x}: algorithm.advantage: otb: no engine returns the sum of squared probabilities (set "
+            "algorithm.old_logprobs=trainer)"
+        ),
+        "rollout.sampling_replay=true": (
+            "{x}: rollout.sampling_replay: needs 1 < rollout.top_k <= 4096, as top_p alone limits no set "
+            "(got 0; set top_k, or it to false)"
+        ),
+        "rollout.sampling_replay=true rollout.top_k=5 algorithm.surrogate=dppo_tv algorithm.dppo.top_k=4": (
+            "{x}: algorithm.dppo.top_k: compares the whole distribution, not rollout.sampling_replay's sets "
+            "(leave one of them out)"
         ),
         "rollout.routing_compare=true": (
             "{x}: rollout.routing_compare: needs rollout.routing_replay true and "
@@ -112,7 +127,39 @@ class TestKeys:
             "model.fp8.recipe delayed (choose another recipe, or set rank to null)"
         ),
         "reward.verifier=maths": (
-            "reward.verifier: unknown verifier 'maths' (use dapo, math or package.module:function)"
+            "reward.verifier: unknown verifier 'maths' "
+            "(use code, code_all, dapo, math, judge or package.module:function)"
+        ),
+        "reward.verifier=judge": (
+            "{x}: reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"
+        ),
+        "reward.judge.votes=3": (
+            "{x}: reward.judge.votes: has no effect without a judge (set reward.judge.url)"
+        ),
+        "reward.judge.url=api.x/v1": "{x}: reward.judge.url: 'api.x/v1' is no http or https address",
+        "reward.judge.url=http://me:pw@api.x/v1": (
+            "{x}: reward.judge.url: must hold no user, password or query, because it is logged"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1": (
+            "{x}: reward.judge.model: must name the model of the endpoint"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.template=x": (
+            "{x}: reward.judge.template: has no {response}, so the judge would see no response (add it)"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.pattern=Score": (
+            "{x}: reward.judge.pattern: has no group around the score (write e.g. Score: (\\d+))"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.pattern=(": (
+            "{x}: reward.judge.pattern: is no regular expression: "
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.lowest=10": (
+            "{x}: reward.judge.lowest: must be below reward.judge.highest 10 (got 10)"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.votes=3": (
+            "{x}: reward.judge.votes: 3 votes at temperature 0 are one answer"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.key_variable=NO_SUCH_KEY": (
+            "reward.judge.key_variable: the environment variable NO_SUCH_KEY is not set (export it, or set "
         ),
         "reward.verifier=no_such_module:f": (
             "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError"
@@ -192,6 +239,17 @@ class TestKeys:
         assert line == "parallel.ep: 4 does not divide the model's 6 experts (possible: 1, 2, 3, 6)"
         line = scene.train_refused(where, "parallel.ep=3")
         assert line.startswith("parallel.ep: 3 does not divide the 2 processes of a pipeline stage")
+
+    def test_judge_that_does_not_answer(self, scene: Scene) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+            keys = (f"reward.judge.url={url}", "reward.judge.model=m", "reward.judge.retries=0")
+            line = scene.train_refused(*keys)  # the socket does not listen
+        assert line.startswith(f"reward.judge.url: {url}: fails on a made-up response: no connection (")
+        # A replay uses recorded rewards: it needs neither the endpoint nor the key.
+        config = load_config(scene.config, [*keys, "reward.judge.key_variable=NO_SUCH_KEY"])
+        preflight(config, str(scene.config), replay=True)
 
     def test_cuda_where_there_is_none(self, scene: Scene) -> None:
         assert scene.train_refused("parallel.device=cuda") == (

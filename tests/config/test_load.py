@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.recipes import PRESETS
 from megarl.config.schema import AgreementConfig
 from megarl.config.schema.section import Section, fields, section_model
+from tests.methods import methods_without_recipe
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMUM = "recipe: grpo\nrun_dir: runs/x\nsteps: 3\nmodel: {path: m}\n"
@@ -280,6 +281,11 @@ class TestFilesOfTheProject:
         a = config.algorithm
         assert (a.advantage, a.whiten, a.aggregation) == ("group_mean", True, "token")
         assert (a.kl_reward, a.kl_weight, a.kl_estimator) == (0.0, 1e-5, "k2")
+
+    def test_each_method_has_a_recipe_or_a_file(self) -> None:
+        for switch, name in methods_without_recipe():
+            config = load_config(CONFIGS / "methods" / f"{name}.yaml")
+            assert getattr(config.algorithm, switch) == name
 
     def test_there_are_such_files(self) -> None:
         names = {str(file.relative_to(CONFIGS)) for file in self.FILES}
@@ -712,6 +718,19 @@ class TestContradictions:
         ),
         "teacher.weight=2": "teacher.weight: has no effect without a teacher (set teacher.path)",
         "teacher.top_k=4": "teacher.top_k: has no effect without a teacher (set teacher.path)",
+        "teacher.alone=true": "teacher.alone: has no effect without a teacher (set teacher.path)",
+        "teacher.path=m teacher.alpha=1": "teacher.alpha: has no effect without teacher.top_k (set it)",
+        "teacher.path=m teacher.demonstration=answer": "teacher.demonstration: has no effect on a separate",
+        "teacher.path=m teacher.weights=initial": "teacher.weights: initial and teacher.path: choose one",
+        "teacher.weights=current teacher.average_rate=0.1": "teacher.average_rate: has no effect without",
+        "teacher.weights=average actor.lora.rank=4": "teacher.weights: average: the average of adapters",
+        "teacher.weights=initial teacher.demonstration=hint": "teacher.demonstration: must be sibling",
+        "teacher.weights=initial teacher.template=x": "teacher.template: must have {demonstration}",
+        "recipe=ppo teacher.weights=initial rollout.group_size=1": (
+            "teacher.demonstration: sibling: a group has one response"
+        ),
+        "teacher.weights=initial teacher.max_context_tokens=99999999": "teacher.max_context_tokens: 99999999",
+        "recipe=sft teacher.weights=initial": "teacher.weights: recipe sft learns from given responses",
         "run_dir=s/run teacher.by_source.a=s": "run_dir: s/run is inside teacher.by_source.a s",
         "recipe=sft teacher.by_source.a=m": "teacher.by_source: recipe sft learns from given responses",
         "recipe=sft teacher.path=m": "teacher.path: recipe sft learns from given responses",

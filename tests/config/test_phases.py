@@ -84,6 +84,10 @@ def test_vapo_32b(capsys: pytest.CaptureFixture[str]) -> None:
             [DAPO.replace("actor_update", "teacher_advantages actor_update")],
         ),
         (
+            ["methods/sdft.yaml"],
+            [DAPO.replace("actor_update", "teacher_logprobs actor_update")],
+        ),
+        (
             ["dapo_32b.yaml", "teacher.path=teacher", "teacher.top_k=8"],
             [DAPO.replace("actor_update", "teacher_top_k actor_update")],
         ),

@@ -34,11 +34,12 @@ def test_what_is_declared_is_there(group: str) -> None:
 
 def test_a_verifiers_name_is_its_path() -> None:
     assert verifier_path("mine:judge") == "mine:judge"
-    for name in ("dapo", "math"):
+    for name in ("code", "code_all", "dapo", "math"):
         module, _, function = verifier_path(name).partition(":")
         assert callable(getattr(import_module(module), function))
     with pytest.raises(
-        ConfigError, match=r"unknown verifier 'minerva' \(use dapo, math or package.module:fun"
+        ConfigError,
+        match=r"unknown verifier 'minerva' \(use code, code_all, dapo, math or package.module:fun",
     ):
         verifier_path("minerva")
 

@@ -25,10 +25,11 @@ from tests.agents.talk import ScriptedPolicy, merging_tokenizer, prompt_of
 from tests.commands import run_command
 from tests.docs.test_docs import ROOT, commands
 from tests.engines import load_folder
+from tests.judge_server import right_if_reference, serve
 from tests.tiny_models import make_tiny_model
 
 EXAMPLES = ROOT / "examples"
-RUNS = ("own_reward", "own_episode")
+RUNS = ("own_reward", "own_episode", "self_distillation", "sampling_replay")
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 MAX_LINES = 59
 
@@ -50,12 +51,27 @@ def test_every_example_is_short_and_listed() -> None:
             assert f"({path.name})" in readme, path.name
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "own_code"])
 def test_configurations_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     check_config(load_config(EXAMPLES / f"{name}.yaml"), name)
     told = [command[-1] for command in commands(EXAMPLES / "README.md", f"PYTHONPATH={EXAMPLES.name}")]
     assert f"examples/{name}.yaml" in told
+
+
+def test_the_configuration_of_a_draft_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/sglang/test_draft.py trains with it."""
+    monkeypatch.chdir(ROOT)
+    check_config(load_config(EXAMPLES / "draft.yaml"), "draft")
+
+
+def test_judge_configuration_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(EXAMPLES / "judge.yaml")
+    check_config(config, "judge")
+    assert config.reward.judge_is_term and config.reward.term_weights == {"judge": 0.2}
+    # own_*.yaml come first; the rest need a server.
+    assert "examples/judge.yaml" in [command[-1] for command in commands(EXAMPLES / "README.md", "megarl")]
 
 
 def test_reward() -> None:
@@ -67,6 +83,21 @@ def test_reward() -> None:
     assert (right.correct, right.score, right.extracted) == (True, 1.0, "12")
     assert (close.correct, close.score) == (False, 0.25) and not none.correct
     assert right.terms == {"brevity": 0.75} and close.terms == {"brevity": 0.0}
+
+
+def test_code() -> None:
+    """Each row's tests are readable, and a right program passes them."""
+    programs = (
+        "a, b = map(int, input().split()); print(a + b)",
+        "def double(x): return 2 * x",
+        "largest = max",
+        "def is_even(n): return n % 2 == 0",
+    )
+    rows = [json.loads(line) for line in (EXAMPLES / "own_code.jsonl").read_text().splitlines()]
+    answers = [f"```python\n{program}\n```" for program in programs]
+    with VerifierPool("megarl_tasks.code_verifier:verify", 1) as pool:
+        verdicts = pool.verify([(text, row["answer"]) for text, row in zip(answers, rows, strict=True)])
+    assert [verdict.score for verdict in verdicts] == [1.0] * len(rows)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +153,7 @@ def test_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "judge"])
 def test_runs(name: str, tmp_path: Path) -> None:
     """The README's commands run for one step, from random weights."""
     from megarl_tasks.arithmetic import write_demo
@@ -138,10 +169,17 @@ def test_runs(name: str, tmp_path: Path) -> None:
         "log.report=false",
     )
     environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = ["train", str(EXAMPLES / f"{name}.yaml"), *small]
-    done = run_command(command, cwd=tmp_path, env=environment, timeout=300)
+    with serve(right_if_reference) as endpoint:
+        address = (f"reward.judge.url={endpoint.url}",) if name == "judge" else ()
+        command = ["train", str(EXAMPLES / f"{name}.yaml"), *small, *address]
+        done = run_command(command, cwd=tmp_path, env=environment, timeout=300)
+        calls = len(endpoint.bodies)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
     [record] = [record for record in map(json.loads, lines) if record["stage"] == "train"]
     assert record["reward/ungraded"] == 0
     assert ("reward/term_brevity" in record) == (name == "own_reward")
+    assert ("reward/term_judge" in record) == (name == "judge")
+    if name == "judge":
+        assert 0 < record["reward/judge_calls"] <= calls - 1  # the first call is of the check
+        assert record["reward/judge_prompt_tokens"] == 100 * record["reward/judge_calls"]

@@ -16,9 +16,9 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.errors import ConfigError
+from tests.launch.tool import ROOT, load_tool
 from tests.slurm.cluster import Cluster, missing, wait_for
 
-ROOT = Path(__file__).parents[2]
 needs_nemo = pytest.mark.skipif(
     importlib.util.find_spec("nemo_run") is None, reason="nemo-run is not installed: make test-launch"
 )
@@ -34,11 +34,7 @@ QUICK = [*SMALL, "evaluation.max_problems=4", "log.report=false", "checkpoint.ev
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool()
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_no_array_of_all_logits() -> None:
 
 
 def test_a_vocabulary_split_over_ranks_one_of_them_without_any(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Log-probs, entropy, gradients and top-k tokens match over two ranks.
+    """Log-probs, entropy, sums of squares, gradients and top-k tokens match over two ranks.
 
     The second rank has only padding, or 13 words."""
     for first in (33, 20):
@@ -224,12 +224,13 @@ def on_ranks(runtime, shards: list[int], padding: int):  # type: ignore[no-untyp
     mine = hidden.clone().requires_grad_()
     group = parallel_state.get_tensor_model_parallel_group()
     sizes = {"vocab_start": first, "vocab_shard_size": words, "temperature": 0.7, "chunk": 7, "group": group}
-    found = vocab_parallel_logprobs(mine, shard, labels, **sizes)
+    found = vocab_parallel_logprobs(mine, shard, labels, sums_squares=True, **sizes)
     (found[0].sum(1) * factors + found[1] * factors.flip(0)).sum().backward()
     dist.all_reduce(mine.grad, group=group)
     whole_hidden, whole_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     table = (whole_hidden @ whole_weight.T / 0.7).log_softmax(-1)
-    expected = table.gather(1, labels), -(table.exp() * table).sum(-1)
+    squares = (2 * table).logsumexp(-1).exp()  # exp(lse(2z) - 2 lse(z))
+    expected = table.gather(1, labels), -(table.exp() * table).sum(-1), squares
     (expected[0].sum(1) * factors + expected[1] * factors.flip(0)).sum().backward()
     grad = torch.cat([whole_weight.grad[first : first + words], torch.zeros(padding, 8)])
     likeliest = [x.double() for x in vocab_parallel_top_k(mine, shard, 5, 30, **sizes)]

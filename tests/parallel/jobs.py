@@ -111,6 +111,7 @@ def logprobs(
     sequence_parallel: bool | None = None,
     model: Mapping[str, Any] | None = None,
     routing: torch.Tensor | None = None,
+    sets: torch.Tensor | None = None,
     dtype: str = "fp32",
     budget: int = 40,
     chunk: int = 7,
@@ -124,7 +125,8 @@ def logprobs(
         top_k: instead return log-probs and ids of the k most likely tokens of each position, on the last
             stage.
         routing: the engine's choice of experts, [T, layers, topk]. Each replica then computes its share of
-            the sequences, and the result is the log-probabilities and the routers' counts."""
+            the sequences, and the result is the log-probabilities and the routers' counts.
+        sets: sampling sets to replay, [T, k]."""
     from megarl.model.builder import build_actor
     from megarl.model.hf_config import read_hf_config
     from megarl.training.model import InferenceModel
@@ -138,13 +140,15 @@ def logprobs(
     experience = TrainBatch.build(prompts, responses)
     if routing is not None:
         experience["routing"] = routing
+    if sets is not None:
+        experience["sampling_sets"] = sets
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
     # Experts on several replicas need the same number of passes on each of them.
     batches = make_micro_batches(
         experience, rows, budget, actor, at_least=1 if routing is None else len(prompts)
     )
     inference = InferenceModel("actor", actor, runtime)
-    inference.replays_routing = routing is not None
+    inference.replays_routing, inference.replays_sampling = routing is not None, sets is not None
     start_counting(actor.routings, grad=False)
     mask = experience.response_mask
     if top_k is not None:
@@ -285,7 +289,7 @@ def gradients(
         )
     local = make_train_batch(given, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local, runtime)
-    learner.replays_routing = "routing" in batch
+    learner.replays_routing, learner.replays_sampling = "routing" in batch, "sampling_sets" in batch
     [micro_batches] = local.critic_mini_batches[critic] if which == "critic" else local.mini_batches
     algorithm, experience = config.algorithm, local
     if which == "critic":
@@ -294,7 +298,8 @@ def gradients(
         of_policy = learner.logprob_columns(experience, micro_batches)["logprobs"]
         draws = sample_uniforms(experience, 0, 1, 1)
         select = load_function(selector)
-        found = select(algorithm, experience, micro_batches, of_policy, draws, runtime)
+        arguments = algorithm.arguments(algorithm.policy_loss.selector_options)
+        found = select(algorithm, experience, micro_batches, of_policy, draws, runtime, **arguments)
         loss = actor_loss(algorithm, experience, found)
     else:
         loss = actor_loss(algorithm, experience, teacher=config.teacher)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.config.methods import POLICY_LOSSES
 from tests.parallel import jobs
 from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, make_batch_of, relative_difference
 from tests.parallel.test_parity import hf_logprobs, sequences
@@ -80,6 +81,7 @@ GRADIENTS: list[Any] = [
     ("VAPO", (1, 1, 1, 1, 2), {"model": {"recompute": "selective"}}),
     ("VAPO", (1, 1, 1, 1, 2), {"optimizer": {"frozen_layers": 1, "frozen": ["embeddings"]}}),
     ("VAPO", (1, 1, 1, 1, 2), {"optimizer": {"frozen_layers": 1}, "model": {"recompute": "full"}}),
+    *((name, (1, 1, 1, 1, 2), {"turns": True}) for name in TERMS if name in POLICY_LOSSES),
 ]
 
 

@@ -37,6 +37,9 @@ def whole_batch(seed: int) -> TrainBatch:
     if chance.random() < 0.5:
         kind = chance.choice([torch.uint8, torch.int16])
         whole["routing"] = torch.randint(0, 99, (total, 3, 2), generator=g).to(kind)
+    if chance.random() < 0.5:
+        sets = torch.randint(-1, 99, (total, 5), generator=g, dtype=torch.int32)
+        whole["sampling_sets"] = torch.where(mask[:, None], sets, 0)
     whole["rewards"] = torch.randn(n, generator=g)
     return whole
 
@@ -80,7 +83,7 @@ def deliver_cases(runtime: Runtime) -> list[int]:
             assert one.dtype == other.dtype and torch.equal(one, other), (seed, name)
         found.append(int(row_bytes(batch).sum()))
         behind = batch.lengths - batch.prompt_lengths
-        of_token = {"engine_logprobs": 4, "token_versions": 4}
+        of_token = {"engine_logprobs": 4, "token_versions": 4, "sampling_sets": 20}
         entry = sum(size for name, size in of_token.items() if name in whole)
         # the mask is sent only if responses have observations
         entry += not torch.equal(behind, batch.response_lengths)

@@ -5,12 +5,15 @@ The reference is one rank with one micro-batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.config import load_config
+from megarl.config.methods import POLICY_LOSSES
 from megarl.data.batch import TrainBatch
 from tests.parallel import jobs
 from tests.ranks import RankPool
@@ -66,6 +69,11 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "entropy": ("actor", {"entropy_weight": 0.5}),
     "teacher's top k": ("actor", {"teacher": {"top_k": 4, "weight": 0.5}}),
+    "teacher's top k, SDPO": (
+        "actor",
+        {"teacher": {"top_k": 4, "weight": 0.5, "alpha": 0.5, "ratio_cap": 1.2}},
+    ),
+    "teacher's sampled token": ("actor", {"teacher": {"ratio_cap": 1.2, "weight": 0.5}}),
     "value": ("critic", {}),
     "value, clipped": ("critic", {"value_clip": 0.1}),
     "AsyPPO, entropy": ("actor", {"entropy_weight": 0.5, "agreement": {"filter": 0.2}}),
@@ -75,10 +83,17 @@ TERMS: dict[str, tuple[str, dict[str, Any]]] = {
     "value of prompts": ("critic", {"advantage": "prompt_value"}),
     "value of prompts, overlong filter": ("critic", {"advantage": "prompt_value", "overlong": True}),
 }
+METHODS = Path(__file__).parents[2] / "configs/methods"
+for name in sorted(set(POLICY_LOSSES) - {options.get("surrogate", "ppo") for _, options in TERMS.values()}):
+    preset = load_config(METHODS / f"{name}.yaml").algorithm.model_dump(exclude_defaults=True)
+    tests = import_module(f"tests.algorithms.test_{name}")
+    options = preset | getattr(tests, "FOR_RANDOM_RATIOS", {})
+    TERMS[name] = ("actor", {key: value for key, value in options.items() if key != "advantage"})
 ACTS = {  # a statistic that shows that the surrogate treats some tokens differently from PPO
     **dict.fromkeys(("Clip-Cov", "KL-Cov"), "selected"),
     **dict.fromkeys(("DPPO", "DPPO by KL", "DPPO by top k", "DPPO by top k, KL"), "clip_fraction_high"),
-    "teacher's top k": "taught",
+    **{name: "selected" for name in TERMS if name in POLICY_LOSSES and POLICY_LOSSES[name].selector},
+    **dict.fromkeys(("teacher's top k", "teacher's top k, SDPO", "teacher's sampled token"), "taught"),
 }
 FAST = {
     *("VAPO", "Clip-Cov", "DPPO by top k", "entropy", "value", "T-PPO"),
@@ -124,6 +139,9 @@ def make_batch_of(term: str, turns: bool = False) -> TrainBatch:
         judged = batch.spread((torch.arange(8) % 4 != 1).float())[:, None] > 0
         batch["teacher_logprobs"] = likeliest.values.masked_fill(~judged, -torch.inf)
         batch["teacher_tokens"] = likeliest.indices.int()
+        if "sampled" in term:
+            batch["teacher_logprobs"] = batch["teacher_logprobs"][:, 1]
+            del batch.columns["teacher_tokens"]
     if "top k" in term and "DPPO" in term:  # the sampled token is in the top k of some positions only
         g = torch.Generator().manual_seed(15)
         logits = 2 * torch.randn(batch.num_tokens, VOCAB, generator=g)

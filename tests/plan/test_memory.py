@@ -266,6 +266,26 @@ def test_a_teacher_is_planned(tmp_path: Path) -> None:
     assert times[1]["teacher_advantages"] < times[1]["old_logprobs"] / 3
 
 
+def test_a_self_teacher_is_planned() -> None:
+    """Initial weights need GPU memory, current ones none, and an average host memory and disk."""
+    layout = "parallel.tp=4", "parallel.pp=4", "parallel.dp=8"
+    plans = {
+        weights: plan_32b(f"teacher.weights={weights}", "teacher.max_context_tokens=1024", *layout)
+        for weights in ("initial", "current", "average")
+    }
+    none = plan_32b(*layout)
+    needs = {name: {need.phase: need for need in gpu_needs(plan)} for name, plan in plans.items()}
+    parts = {name: needs[name]["teacher_advantages"].parts for name in plans}
+    weight_bytes = needs["initial"]["old_logprobs"].parts["actor.weights"]
+    assert parts["initial"]["teacher.weights"] == parts["average"]["teacher.weights"] == weight_bytes
+    assert parts["current"]["actor.weights"] == weight_bytes and "teacher.weights" not in parts["current"]
+    node = {name: node_bytes(plan) for name, plan in plans.items()}
+    assert "average weights" not in node["initial"] and node["average"]["average weights"] > 0
+    params = none.actor.count_params(Layout(), 0).all
+    assert checkpoint_bytes(plans["average"]) - checkpoint_bytes(none) == 4 * params
+    assert checkpoint_bytes(plans["initial"]) == checkpoint_bytes(none)
+
+
 def test_several_teachers_are_planned(tmp_path: Path) -> None:
     """The plan counts all teachers on the host and in transfers, but only the largest on the GPU.
 
@@ -406,6 +426,26 @@ def test_the_hosts_hold_the_engines_choice_of_experts() -> None:
     )
     more = node_bytes(with_it)["rollouts"] - node_bytes(without)["rollouts"]
     assert more == pytest.approx(8 * (2 + 2) * 384 * 256 * 16 * (2048 + 20480) / 32)
+
+
+def test_sampling_sets_are_counted() -> None:
+    """Hosts hold each token's ids as received and packed; a GPU the ids' log-probs in log-prob passes."""
+    without, with_it = (
+        make_plan_inputs(
+            load_config(
+                ROOT / "configs/dapo_30b_a3b.yaml", ["rollout.top_k=50", f"rollout.sampling_replay={replay}"]
+            ),
+            KNOWN_MODELS["Qwen3-30B-A3B"],
+        )
+        for replay in ("false", "true")
+    )
+    more = node_bytes(with_it)["rollouts"] - node_bytes(without)["rollouts"]
+    assert more == pytest.approx(8 * (2 + 2) * 200 * 256 * 16 * (2048 + 20480) / 32)
+    for name in ("old_logprobs", "actor_update"):
+        bytes_by_replay = [
+            max(need.total for need in gpu_needs(plan) if need.phase == name) for plan in (without, with_it)
+        ]
+        assert bytes_by_replay[1] > bytes_by_replay[0], name
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 1)], ids=str)

@@ -17,7 +17,7 @@ from msgspec import structs
 from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import AlgorithmConfig, DynamicSamplingConfig
 from megarl.data.prompts import Prompt
-from megarl.data.sample import Sample, SampleGroup, TokenData
+from megarl.data.sample import DTYPES, Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector, make_rollout_batch
 from megarl.rollout.grading import make_words_pattern
@@ -180,6 +180,15 @@ def test_the_limit_names_who_has_failed(error, graded, kind, message):
     assert str(caught.value).startswith(message) and error in str(caught.value)
 
 
+def test_the_accepted_length_counts_all_verifications():
+    """Two responses: 3 drafts accepted in 2 passes, and 0 in 1: on average one beside that of the pass."""
+    first, second, *rest = group(0, 1).samples
+    assert "rollout/accept_length" not in response_stats([first, second, *rest])
+    with_drafts = structs.replace(first, accepted_drafts=3, verifications=2)
+    without = structs.replace(second, verifications=1)
+    assert response_stats([with_drafts, without, *rest])["rollout/accept_length"] == 2.0
+
+
 def test_lengths_and_reflection_by_hand():
     """The first of three responses (2, 3 and 4 tokens) is correct; means over no responses are left out."""
     plain = group(0, 1).samples
@@ -244,6 +253,41 @@ def test_routing_survives_json_and_is_a_column(kind):
     for i in range(SIZE):
         assert (column[starts[SIZE + i] : starts[SIZE + i + 1]] == i).all()
     assert "routing" not in delivered(make_rollout_batch([free]))
+
+
+def test_sampling_sets_survive_json_and_are_a_column():
+    """Sets of different widths are padded; responses without sets, and prompts, have none."""
+    recorded, free = group(5, 2), group(6, 1)
+    for i, response in enumerate(recorded.samples):
+        sets = np.full((response.num_sampled, 1 + i), i, np.int32)
+        sets[0, 1:] = -1
+        data = structs.replace(response.data, sampling_sets=sets)
+        fields = {name: getattr(response, name) for name in SAMPLE_KEYS}
+        recorded.samples[i] = Sample.from_data(data, 0, **fields)
+    again = group_from_state(json.loads(json.dumps(group_state(recorded))))
+    for a, b in zip(again.samples, recorded.samples, strict=True):
+        assert a.set_width == b.set_width and np.array_equal(a.data.sampling_sets, b.data.sampling_sets)
+    experience = delivered(make_rollout_batch([free, again]))
+    column, starts = experience["sampling_sets"].numpy(), experience.cu_seqlens.tolist()
+    assert column.shape == (experience.num_tokens, SIZE) and column.dtype == np.int32
+    assert (column[: starts[SIZE]][experience.response_mask[: starts[SIZE]].numpy()] == -1).all()
+    for i, response in enumerate(recorded.samples):
+        found = column[starts[SIZE + i + 1] - response.num_sampled : starts[SIZE + i + 1]]
+        assert (found[:, : i + 1] == response.data.sampling_sets).all() and (found[:, i + 1 :] == -1).all()
+    assert "sampling_sets" not in delivered(make_rollout_batch([free]))
+
+
+def test_turns_and_observations_have_rows_of_sampling_sets():
+    empty = {name: np.empty(0, dtype) for name, dtype in DTYPES.items()}
+    whole = TokenData(finish_reason="stop", **empty)
+    for tokens, sets in (([4, 5], [[4, 9], [5, -1]]), ([6], [[6, 2, 3]])):
+        turn = TokenData(tokens, [-1.0] * len(tokens), "stop", [0] * len(tokens))
+        turn.sampling_sets = np.array(sets, np.int32)
+        whole.append_turn([7], turn)
+    none = [-1, -1, -1]
+    assert whole.tokens.tolist() == [7, 4, 5, 7, 6]
+    assert whole.sampling_sets.tolist() == [none, [4, 9, -1], [5, -1, -1], none, [6, 2, 3]]
+    assert whole.first(2, 0).sampling_sets.tolist() == [none, [4, 9, -1]]
 
 
 def of_turns(uid: int, reward: bool = True) -> SampleGroup:
@@ -319,7 +363,8 @@ def test_samples_and_tokens_survive_the_wire():
                 getattr(told.data[5], name), "dtype", 0
             )
         nothing = structs.asdict(one.data.first(0, 2)).items()
-        assert all(column is None or not len(column) for name, column in nothing if name != "finish_reason")
+        columns = [column for name, column in nothing if name != "finish_reason"]
+        assert not any(len(column) if hasattr(column, "__len__") else column for column in columns)
 
 
 def test_state_survives_json_exactly():

@@ -107,6 +107,18 @@ def test_updates_at_fixed_token_counts_give_the_same_twice(
     assert first == second
 
 
+def test_an_order_ends_a_poll(folder: Path) -> None:
+    engine = TransformersEngine(folder, max_batch=6)
+    engine.start()
+    set_weights(engine, 0)
+    engine.submit({i: GenerationRequest((3 + i, 9, 4), i) for i in range(6)}, PARAMS)
+    answers = iter([False] * 9)
+    engine.should_end_poll = lambda: next(answers, True)
+    assert engine.poll(600.0) == [] and engine.running == 6
+    partials = engine.abort()
+    assert {data.num_tokens for _, data in partials} == {10}
+
+
 def test_an_abort_returns_what_there_is(folder: Path) -> None:
     """A continued response is the uninterrupted one."""
     engine = TransformersEngine(folder, max_batch=4)

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.rollout import sampling
-from megarl.rollout.sampling import SamplingParams, choose, evaluation_seed, keep_top, response_seed, uniform
+from megarl.rollout.sampling import (
+    SamplingParams,
+    choose,
+    choose_with_set,
+    evaluation_seed,
+    keep_top,
+    response_seed,
+    uniform,
+)
 
 SEEDS = st.integers(0, 2**63 - 1)
 DRAWN = [777, 793, 105, 347, 195, 353, 104, 742, 16, 831, 250, 300, 740, 702, 444, 127]
@@ -187,3 +195,37 @@ def test_seeds_are_stable_and_distinct():
     }
     seeds |= {evaluation_seed(r, u, i) for r in range(3) for u in (1, 12, 2**60) for i in range(3)}
     assert len(seeds) == 81 + 27 and all(0 <= s < 2**63 for s in seeds)
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=2, max_size=12, unique=True),
+    SEEDS,
+    st.sampled_from([0.5, 1.0]),
+    st.integers(2, 14),
+    st.sampled_from([0.3, 0.8, 1.0]),
+)
+def test_a_set_is_what_top_k_and_top_p_keep(weights, seed, temperature, top_k, top_p):
+    """The token is the one of `choose`; its log-prob is renormalised over the set."""
+    params = SamplingParams(1, temperature, top_p, top_k)
+    logits = torch.tensor([weights], dtype=torch.float64).log()
+    arguments = logits.float(), torch.tensor([seed]), torch.tensor([3]), params
+    tokens, logprobs, sets = choose_with_set(*arguments)
+    assert tokens.tolist() == choose(*arguments)[0].tolist()
+    probs = (logits[0] / temperature).softmax(0)
+    members = [v for v in sets[0].tolist() if v >= 0]
+    assert sets.shape == (1, min(top_k, len(weights))) and sets[0, len(members) :].eq(-1).all()
+    assert members == sorted(members, key=lambda v: -float(probs[v]))
+    expected = slow_keep(probs.float().tolist(), top_k, top_p)
+    # A rounding error decides if the mass up to a token reaches top_p.
+    assert len(expected ^ set(members)) <= (top_p < 1)
+    total = sum(float(probs[v]) for v in members)
+    assert logprobs.item() == pytest.approx(math.log(float(probs[tokens[0]]) / total), abs=1e-5)
+
+
+def test_a_set_has_no_more_than_top_k_of_tied_tokens():
+    logits, seeds = torch.zeros(50, 9), torch.arange(50)
+    tokens, logprobs, sets = choose_with_set(
+        logits, seeds, torch.zeros_like(seeds), SamplingParams(1, top_k=4)
+    )
+    assert sets.shape == (50, 4) and (sets >= 0).all() and (sets == tokens[:, None]).any(1).all()
+    assert torch.allclose(logprobs, torch.tensor(0.25).log().expand(50))

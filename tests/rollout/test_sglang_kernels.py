@@ -13,14 +13,19 @@ from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from megarl.rollout.engines.sglang_kernels import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
     causal_conv1d_fn_cpu,
     causal_conv1d_update_cpu,
     chunk_gated_delta_rule_cpu,
+    fill_bonus_tokens_cpu,
     fused_gdn_gating_cpu,
     fused_qk_gemma_rmsnorm_with_gate_cpu,
     fused_qkvzba_split_reshape_cat_contiguous_cpu,
     fused_sigmoid_gating_delta_rule_update_cpu,
     fused_sigmoid_mul_cpu,
+    verify_tree_greedy_cpu,
 )
 
 KEY_HEADS, HEADS, DK, DV, CHANNELS, WIDTH = 2, 6, 8, 5, 7, 4
@@ -159,3 +164,60 @@ def test_gated_attention(generator: torch.Generator) -> None:
     out = q.clone()
     fused_sigmoid_mul_cpu(out, gate)
     assert torch.equal(out, q * gate.sigmoid())
+
+
+def verify(drafts: list[list[int]], target: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Describe chains and verify them, as SGLang does."""
+    candidates, requests, width = torch.tensor(drafts), len(drafts), len(drafts[0])
+    positions = torch.empty(requests * width, dtype=torch.long)
+    index, following, sibling = torch.full((3, requests, width), -1)
+    lengths = torch.arange(5, 5 + requests)
+    build_tree_kernel_efficient_cpu(
+        torch.empty(0), torch.empty(0), lengths, torch.empty(0), positions, index, following, sibling,
+        1, width - 1, width, 1,
+    )  # fmt: skip
+    assert positions.view(requests, width).tolist() == [
+        list(range(length, length + width)) for length in lengths.tolist()
+    ]
+    predict = torch.zeros(requests * width, dtype=torch.int32)
+    accepted = torch.full((requests, width), -1, dtype=torch.int32)
+    counts = torch.empty(requests, dtype=torch.int32)
+    verify_tree_greedy_cpu(
+        predicts=predict,
+        accept_index=accepted,
+        accept_token_num=counts,
+        candidates=candidates,
+        retrive_index=index,
+        retrive_next_token=following,
+        retrive_next_sibling=sibling,
+        target_predict=torch.tensor(target),
+    )
+    return predict, accepted, counts
+
+
+def test_a_chain_is_accepted_up_to_its_first_other_token(generator: torch.Generator) -> None:
+    """Against a loop: follow the chain while its next token is the one that the target samples."""
+    drafts = torch.randint(2, (40, 4), generator=generator).tolist()
+    target = torch.randint(2, (40, 4), generator=generator).tolist()
+    predict, accepted, counts = verify(drafts, target)
+    bonus = torch.empty(40, dtype=torch.int32)
+    fill_bonus_tokens_cpu(predict[accepted], counts + 1, bonus, 4)
+    for i, (draft, tokens) in enumerate(zip(drafts, target, strict=True)):
+        expected, place = [tokens[0]], 0
+        while place < 3 and draft[place + 1] == tokens[place]:
+            place += 1
+            expected.append(tokens[place])
+        assert counts[i] == place
+        rows = accepted[i, : place + 1].tolist()
+        assert predict[rows].tolist() == expected and bonus[i] == expected[-1]
+        assert accepted[i, place + 1 :].tolist() == [-1] * (3 - place)
+
+
+def test_cache_slots_of_chains() -> None:
+    pool = torch.arange(100, dtype=torch.int32).view(5, 20)
+    requests, lengths = torch.tensor([3, 1]), torch.tensor([4, 7])
+    for slots in (torch.empty(6, dtype=torch.long), torch.empty(6, dtype=torch.long)):
+        assign_draft_cache_locs_contiguous_cpu(requests, pool, lengths, slots, 20, 1, 3)
+        assert slots.tolist() == [64, 65, 66, 27, 28, 29]
+        assign_extend_cache_locs_cpu(requests, pool, lengths, lengths + 3, slots, 20)
+        assert slots.tolist() == [64, 65, 66, 27, 28, 29]

@@ -384,19 +384,25 @@ def test_an_engine_that_dies_when_requests_are_dropped_is_started_again_by_all(w
     assert found == [([8, 8], [["None", "it died"]])] * 2
 
 
+NO_DRAFTS = (0, 0)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("ValueError: no", "SGLang: generate: ValueError: no"),
-        (([5, 6], [-1.0, -2.0], "stop", [("3", 2)], None), "weights of version 3, not 4"),
-        (([5, 6], [-1.0], "stop", [("4", 2)], None), "2 tokens with 1 log-probabilities"),
-        (([], [], "stop", [], None), "0 tokens"),
-        (([5], [-1.0], "error", [("4", 1)], None), "ended by error"),
-        (([5, 307], [-1.0, -2.0], "stop", [("4", 2)], None), "outside of the vocabulary of 307"),
-        (([5], [float("nan")], "stop", [("4", 1)], None), "not a finite number"),
-        (([5], [float("-inf")], "stop", [("4", 1)], None), "not a finite number"),
-        (([5, 6], [-1.0, -2.0], "stop", [("4", 1)], None), "of which weights' versions"),
-        (([5], [0.5], "length", [("4", 1)], None), "not a finite number below 0"),
+        (([5, 6], [-1.0, -2.0], "stop", [("3", 2)], None, None, NO_DRAFTS), "weights of version 3, not 4"),
+        (([5, 6], [-1.0], "stop", [("4", 2)], None, None, NO_DRAFTS), "2 tokens with 1 log-probabilities"),
+        (([], [], "stop", [], None, None, NO_DRAFTS), "0 tokens"),
+        (([5], [-1.0], "error", [("4", 1)], None, None, NO_DRAFTS), "ended by error"),
+        (
+            ([5, 307], [-1.0, -2.0], "stop", [("4", 2)], None, None, NO_DRAFTS),
+            "outside of the vocabulary of 307",
+        ),
+        (([5], [float("nan")], "stop", [("4", 1)], None, None, NO_DRAFTS), "not a finite number"),
+        (([5], [float("-inf")], "stop", [("4", 1)], None, None, NO_DRAFTS), "not a finite number"),
+        (([5, 6], [-1.0, -2.0], "stop", [("4", 1)], None, None, NO_DRAFTS), "of which weights' versions"),
+        (([5], [0.5], "length", [("4", 1)], None, None, NO_DRAFTS), "not a finite number below 0"),
     ],
 )
 def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
@@ -404,10 +410,17 @@ def test_nonsense_is_found(answer: Any, message: str, tmp_path: Path) -> None:
     config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
     engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
     engine.weight_version = 4
-    good = engine._token_data(GenerationRequest((7,), 0), ([5], [-1.0], "stop", [("4", 1)], None))
+    request, params = GenerationRequest((7,), 0), SamplingParams(20)
+    good = engine._token_data(request, ([5], [-1.0], "stop", [("4", 1)], None, None, NO_DRAFTS), params)
     assert good == TokenData([5], [-1.0], "stop", [4])
+    request = GenerationRequest(
+        (7,), 0, TokenData([9], [-1.0], "abort", [4], accepted_drafts=1, verifications=2)
+    )
+    answered = ([5], [-1.0], "stop", [("4", 1)], None, None, (3, 4))
+    continued = engine._token_data(request, answered, params)
+    assert (continued.accepted_drafts, continued.verifications) == (4, 6)
     with pytest.raises(EngineFailure, match=message):
-        engine._token_data(GenerationRequest((7,), 0), answer)
+        engine._token_data(request, answer, params)
 
 
 def test_the_experts_of_an_answer(tmp_path: Path) -> None:
@@ -426,7 +439,8 @@ def test_the_experts_of_an_answer(tmp_path: Path) -> None:
 
     def answered(experts: np.ndarray | None, finish: str = "stop") -> TokenData:
         encoded = None if experts is None else base64.b64encode(experts.tobytes()).decode()
-        return engine._token_data(request, ([5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded), routed=True)
+        answer = [5, 6], [-1.0, -2.0], finish, [("4", 2)], encoded, None, NO_DRAFTS
+        return engine._token_data(request, answer, SamplingParams(20, routing=True))
 
     routing = answered(chosen).routed_experts
     assert routing is not None and routing.dtype == np.int16 and routing.shape == (6, 2, 3)
@@ -460,6 +474,31 @@ def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_pa
     assert sent == [5, 5]
     engine.end_update(3)
     assert sent == [5, 5] and engine.running == 1
+
+
+def test_the_sampling_sets_of_an_answer(tmp_path: Path) -> None:
+    """New sets are appended to those of a prefix, and padded. Sets without their token raise an error."""
+    rollout = {"engine": "sglang", "engine_tp": 2}
+    config = Config(recipe="dapo", run_dir=tmp_path, steps=1, model={"path": tmp_path}, rollout=rollout)
+    engine = SGLangEngine(config, {"vocab_size": 307}, 3, torch.device("cpu"), (1,))  # never started
+    engine.weight_version = 4
+    begun = TokenData([9], [-1.0], "abort", [3], sampling_sets=np.array([[9, 2, 8]], np.int32))
+    params = SamplingParams(20, top_k=3, sampling_sets=True)
+
+    def answered(sets: Any) -> TokenData:
+        answer = [5, 6], [-1.0, -2.0], "stop", [("4", 2)], None, sets
+        return engine._token_data(GenerationRequest((7,), 0, begun), answer, params)
+
+    found = answered([[5], [4, 6]]).sampling_sets
+    assert found is not None and found.tolist() == [[9, 2, 8], [5, -1, -1], [4, 6, -1]]
+    for wrong, message in (
+        ([[5]], "1 sampling sets for 2 tokens"),
+        (None, "0 sampling sets for 2 tokens"),
+        ([[5], [4, 7]], "token 6, which is not in its sampling set"),
+        ([[5, 307], [6]], "a sampling set with a token outside of the vocabulary of 307"),
+    ):
+        with pytest.raises(EngineFailure, match=message):
+            answered(wrong)
 
 
 def test_each_request_brings_its_own_limit(tmp_path: Path) -> None:

@@ -466,3 +466,31 @@ def test_a_seed_gives_the_same_run_and_the_layout_the_same_responses(warm: Path,
         sum(load_run(tmp_path / name).distributions[0]["mismatch"]["tokens"]) for name in ("first", "other")
     ]
     assert tokens[0] == tokens[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.pp=2", "parallel.rollout_ranks=1"])
+def test_sampling_replay(warm: Path, tmp_path: Path, layout: str) -> None:
+    """Engine and trainer agree within each token's sampling set, with a reference model for the KL.
+
+    With the optimal token baseline, whose probabilities are those of the sets. Checked against transformers.
+    """
+    options = ["rollout.top_k=4", "rollout.top_p=0.9", "rollout.sampling_replay=true", "steps=1"]
+    options += ["algorithm.advantage=otb", "algorithm.kl_weight=0.01", "checkpoint.rollouts=true"]
+    records = train(warm, "dapo", tmp_path / "run", *options, "parallel.tp=1", layout)
+    [record] = [record for record in records if record["stage"] == "train"]
+    assert record["mismatch/logprob_abs_max"] < 1e-4 and record["policy/grad_norm"] > 0
+    model = AutoModelForCausalLM.from_pretrained(warm / "sft" / "hf", dtype=torch.float32)
+    batch = first_batch(tmp_path / "run")
+    sets, largest = batch["sampling_sets"], 0.0
+    assert sets.shape[1] <= 4
+    with torch.no_grad():
+        for a, b in pairwise(batch.cu_seqlens.tolist()):
+            logits = model(batch.tokens[a:b][None]).logits[0, :-1].double()
+            for t in range(a + 1, b):
+                if batch.response_mask[t]:
+                    members = sets[t][sets[t] >= 0].long()
+                    row = logits[t - a - 1]
+                    exact = row[batch.tokens[t]] - row[members].logsumexp(0)
+                    largest = max(largest, abs(float(exact - batch["engine_logprobs"][t])))
+    assert largest < 1e-4

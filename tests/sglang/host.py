@@ -12,12 +12,15 @@ DUMP = "tests.sglang.inside.dump"
 
 
 class Calls(sglang_host.Calls):
-    async def dump(self, path: str, ranks: int) -> None:
-        """Write each rank's parameters to `path`, formatted with its rank."""
+    async def dump(self, path: str, ranks: int, selector: str = "target") -> None:
+        """Write each rank's parameters to `path`, formatted with its rank. selector: target or draft"""
         payload = bytes(ForkingPickler.dumps([(path, torch.empty(0))]))
         await self.begin(None)
         request = self.io.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * ranks, load_format=DUMP, flush_cache=False
+            serialized_named_tensors=[payload] * ranks,
+            load_format=DUMP,
+            flush_cache=False,
+            selector=selector,
         )
         self._check("dump", await self.manager.update_weights_from_tensor(request, None))
         await self.end(None)

@@ -311,3 +311,9 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def dump_draft(runtime: Runtime, name: str, path: Path) -> None:
+    """Write the parameters of the draft model."""
+    engine = SCENES[name].engine
+    engine.process.call("dump", str(path), 1, "draft")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -99,10 +100,21 @@ def check_samples(pool: RankPool, name: str, dump: Path, params: SamplingParams,
             assert torch.allclose(
                 torch.tensor(a.logprobs.tolist()), torch.tensor(b.logprobs.tolist()), atol=1e-4
             )
+            if params.sampling_sets:
+                assert np.array_equal(a.sampling_sets, b.sampling_sets)
+            else:
+                assert a.sampling_sets is None
 
 
 @pytest.mark.parametrize(
-    "params", [SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)], ids=str
+    "params",
+    [
+        SamplingParams(48),
+        SamplingParams(24, 0.7, 0.8, 10),
+        SamplingParams(24, 0.0),
+        SamplingParams(24, 0.7, 0.8, 10, sampling_sets=True),
+    ],
+    ids=str,
 )
 def test_samples_as_the_transformers_engine(one: RankPool, params: SamplingParams, tmp_path: Path) -> None:
     one.run(jobs.deliver, name="one", version=0, dump=tmp_path)

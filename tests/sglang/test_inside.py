@@ -54,7 +54,8 @@ def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[
     logits = torch.randn(len(positions), 300, generator=torch.Generator().manual_seed(sum(positions)))
     at = torch.tensor(positions)
     with Watch() as watch:
-        tokens = sampler(SimpleNamespace(next_token_logits=logits), info, True, [], [], at)
+        output = SimpleNamespace(next_token_logits=logits)
+        tokens = sampler(output, info, True, [], [], at)
     for i, own in enumerate(info.custom_params):
         params = SamplingParams(0, own["temperature"], own["top_p"], own["top_k"])
         expected, _ = choose(
@@ -64,6 +65,10 @@ def step(sampler: Any, info: Any, positions: list[int]) -> tuple[list[int], set[
             params,
         )
         assert tokens[i] == expected[0]
+    if any(own.get("sampling_sets") for own in info.custom_params):
+        mask, rows = output.sampling_mask_output, info.sampling_mask_batch_indices.tolist()
+        assert mask.token_ids.shape == (len(rows), 5) and mask.lengths.tolist() == [5] * len(rows)
+        assert all(tokens[row] in ids for row, ids in zip(rows, mask.token_ids.tolist(), strict=True))
     return tokens.tolist(), watch.seen
 
 
@@ -81,6 +86,35 @@ def test_nothing_is_copied_from_token_to_token(changes: dict[str, Any]) -> None:
     info.custom_params = [info.custom_params[i] for i in (1, 3)]  # filter_batch
     step(sampler, info, [9, 7])
     assert not step(sampler, info, [10, 8])[1] & BLOCKING
+
+
+def test_a_chains_tokens_are_those_of_its_request() -> None:
+    """Each position of each request is sampled with the request's own seed and settings."""
+    from megarl.rollout.engines.sglang_inside import SeededRows
+
+    rows = [row(11, 3), row(12, 5, temperature=0.7, top_p=0.9), row(13, 4)]
+    positions = torch.tensor([[7, 8, 9, 10], [5, 6, 7, 8], [4, 5, 6, 7]])
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(0))
+    chosen = SeededRows().choose(rows, logits, positions.flatten(), 4)
+    assert chosen is not None
+    for i, (own, place) in enumerate(
+        (own, place) for own, line in zip(rows, positions, strict=True) for place in line
+    ):
+        params = SamplingParams(0, own["temperature"], own["top_p"], own["top_k"])
+        index = torch.tensor([int(place) + 1 - own["prompt"]])
+        token, logprob = choose(logits[i : i + 1], torch.tensor([own["seed"]]), index, params)
+        assert chosen[0][i] == token[0] and chosen[1][i] == logprob[0]
+
+
+def test_sets_are_those_of_the_rows_that_want_them() -> None:
+    """Recording copies nothing from token to token, and may differ from row to row."""
+    sampler, recorded = make_sampler(), {"top_k": 5, "sampling_sets": True}
+    info = SimpleNamespace(custom_params=[row(11, 3), row(12, 5, **recorded), row(13, 4, **recorded)])
+    info.sampling_mask_batch_indices = torch.tensor([1, 2])
+    step(sampler, info, [2, 4, 3])
+    assert not step(sampler, info, [3, 5, 4])[1] & BLOCKING
+    info = SimpleNamespace(custom_params=info.custom_params[1:], sampling_mask_batch_indices=torch.arange(2))
+    step(sampler, info, [6, 5])
 
 
 def test_the_device_has_read_a_bucket_when_its_loader_returns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,32 @@ def test_weights_and_responses(server: Server) -> None:
     client.engine.stop()
 
 
+def test_sampling_sets(server: Server) -> None:
+    """A server returns each token's set; its log-prob is renormalised over that."""
+    client = Client(server)
+    client.start()
+    client.update(0, 1.0)
+    asked, params = requests(8), SamplingParams(30, 0.8, 0.9, 5, sampling_sets=True)
+    found = client.engine.generate(asked, params)
+    model = AutoModelForCausalLM.from_pretrained(client.folder, dtype=torch.float32)
+    for request, one in zip(asked, found, strict=True):
+        assert one.sampling_sets is not None and one.sampling_sets.shape[1] <= 5
+        tokens = one.tokens.tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*request.prompt_tokens, *tokens]])).logits[0] / 0.8
+        for row, token, ids, logprob in zip(
+            logits[len(request.prompt_tokens) - 1 : -1].double(),
+            tokens,
+            one.sampling_sets.tolist(),
+            one.logprobs.tolist(),
+            strict=True,
+        ):
+            members = [v for v in ids if v >= 0]
+            assert token in members and set(members) <= set(row.topk(5).indices.tolist())
+            assert logprob == pytest.approx(float(row[token] - row[members].logsumexp(0)), abs=1e-4)
+    client.engine.stop()
+
+
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 def test_weights_change_while_responses_run(server: Server, mode: str) -> None:
     """Each token has its version and the log-prob of that version's weights over all earlier tokens."""

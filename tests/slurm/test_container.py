@@ -21,7 +21,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-SCRIPTS = [*sorted((ROOT / "slurm").iterdir()), ROOT / "tests" / "slurm" / "install.sh"]
+SCRIPTS = [
+    *sorted((ROOT / "slurm").iterdir()),
+    ROOT / "tests" / "slurm" / "install.sh",
+    ROOT / "tools" / "node.sh",
+]
 PLUGIN = os.environ.get("MEGARL_TEST_PYXIS")
 # Settings of a job, and what must not pass. The image is what enroot imports, or a file of it.
 GOOD = [

@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "SAO with a teacher": {"advantage": "return", "old_logprobs": "engine", "teacher": 0.7, "whiten": True},
     "SPPO": {"advantage": "prompt_value"},
+    "OTB": {"advantage": "otb"},
+    "OTB with KL": {"advantage": "otb", "kl_reward": BETA},
     "SAO with KL": {"advantage": "return", "kl_reward": BETA, "old_logprobs": "engine"},
     # Overlong filtering excludes truncated responses from the loss and from the statistics of advantages.
     "GDPO, filtered": {"advantage": "per_reward", "overlong": True},
@@ -76,6 +78,8 @@ def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
     for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values", "teacher"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
+    squares = torch.rand(batch.num_tokens, generator=g)
+    batch["squared_probs"] = torch.where(batch.response_mask, squares, 0.0)
     untaught = batch.spread((batch["number"] % 4 == 3).float()) > 0  # these responses have no teacher
     batch["teacher"] = batch["teacher"].masked_fill(untaught, -torch.inf)
     return batch
@@ -96,6 +100,7 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
     from megarl.config.phases import select_phases
     from megarl.training import columns
     from megarl.training.batch import make_train_batch
+    from megarl.training.methods.otb import add_optimal_token_advantages
     from megarl.training.methods.spo import add_tracked_advantages, make_tracker
     from megarl.training.methods.sppo import add_prompt_advantages
 
@@ -121,6 +126,8 @@ def advantages_of(runtime: Runtime, folder: Path, algorithm: dict[str, Any], tur
         assert add_tracked_advantages(*arguments)["tracker/known"] == 0
         metrics = add_tracked_advantages(*arguments)  # the next step, with the same responses
         assert metrics["tracker/known"] == 1
+    elif config.algorithm.advantage == "otb":
+        metrics = add_optimal_token_advantages(config, rollout, experience, runtime)
     elif config.algorithm.advantage == "return":
         metrics = columns.add_return_advantages(config.algorithm, experience, runtime)
     else:
@@ -199,6 +206,7 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
         ]
         for i, span in enumerate(spans)
     ]
+    squares = batch["squared_probs"].tolist()
     totals = [math.fsum(tokens) for tokens in rewards]
     of_parts = one_by_one(
         [
@@ -222,6 +230,17 @@ def loop(algorithm: dict[str, Any], turns: bool) -> dict[int, dict[str, list[flo
                 "advantages": [scores[i] - (2 * chance - 1)] * n,
                 "returns": [float(batch["correct"][i])] + [0.0] * (n - 1),
             }
+        elif kind == "otb":
+            found[i] = {"advantages": []}
+            for k in range(n):
+                alike = [j for j in range(12) if groups[j] == groups[i] and len(spans[j]) > k]
+                energies = [
+                    math.fsum(1 - 2 * math.exp(old[t]) + squares[t] for t in spans[j][: k + 1]) for j in alike
+                ]
+                ahead_of = [math.fsum(rewards[j][k:]) for j in alike]
+                top = math.fsum(g * w for g, w in zip(ahead_of, energies, strict=True))
+                baseline = top / (math.fsum(energies) + 1e-8) if len(alike) > 1 else 0.0
+                found[i]["advantages"].append(math.fsum(rewards[i][k:]) - baseline)
         elif kind in ("return", "gae"):
             v = [values[t] if kind == "gae" else 0.0 for t in span] + [0.0]
             deltas = [rewards[i][k] + gamma * v[k + 1] - v[k] for k in range(n)]

@@ -34,7 +34,8 @@ def select(batch: Batch, surrogate: str, share: float, parts: int = 1) -> list[i
     logprobs = torch.where(e["policy_loss_weights"] > 0, e["logprobs"], torch.nan)
     draws = sample_uniforms(e, seed=3, step=2, update=1)
     select_tokens = load_function(config.policy_loss.selector)
-    return select_tokens(config, e, pieces, logprobs, draws, ALONE).nonzero().squeeze(-1).tolist()
+    options = config.arguments(config.policy_loss.selector_options)
+    return select_tokens(config, e, pieces, logprobs, draws, ALONE, **options).nonzero().squeeze(-1).tolist()
 
 
 def covariances(batch: Batch) -> dict[int, float]:

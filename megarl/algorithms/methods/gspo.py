@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import Objective, Tokens, ppo
+from megarl.algorithms.losses import Objective, Tokens, ppo, sum_by_sequence
 
 
 def gspo(t: Tokens) -> Objective:
@@ -26,7 +26,6 @@ def sequence_ratio(log_ratio: Tensor, counted: Tensor, sequence_ids: Tensor) -> 
         sequence_ids: int [T].
     """
     detached = log_ratio.detach()
-    sums = detached.new_zeros(2, int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0)
-    sums = sums.index_add(1, sequence_ids, torch.stack([detached, counted.to(detached.dtype)]))
+    sums = sum_by_sequence(torch.stack([detached, counted.to(detached.dtype)]), sequence_ids)
     means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]
     return means.exp() * (log_ratio - detached).exp()

@@ -4,11 +4,8 @@ from megarl.config.schema.actor import LoraConfig, MuonConfig, OptimizerConfig
 from megarl.config.schema.algorithm import (
     AgreementConfig,
     AlgorithmConfig,
-    CovarianceConfig,
     DppoConfig,
-    FipoConfig,
     MismatchConfig,
-    SapoConfig,
 )
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.cluster import ClusterConfig
@@ -17,6 +14,7 @@ from megarl.config.schema.critic import CriticConfig
 from megarl.config.schema.data import DataConfig, DataEntry, EvaluationSet, GymConfig, GymTask
 from megarl.config.schema.evaluation import EvaluationConfig
 from megarl.config.schema.guard import GuardConfig
+from megarl.config.schema.judge import JUDGE, JudgeConfig
 from megarl.config.schema.log import LogConfig
 from megarl.config.schema.model import Fp8Config, ModelConfig
 from megarl.config.schema.parallel import ParallelConfig
@@ -33,6 +31,7 @@ from megarl.config.schema.watchdog import WatchdogConfig
 
 __all__ = [
     "EVALUATION",
+    "JUDGE",
     "PRETRAINING",
     "SUPERVISED",
     "TRAIN",
@@ -41,7 +40,6 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
-    "CovarianceConfig",
     "CriticConfig",
     "DataConfig",
     "DataEntry",
@@ -49,11 +47,11 @@ __all__ = [
     "DynamicSamplingConfig",
     "EvaluationConfig",
     "EvaluationSet",
-    "FipoConfig",
     "Fp8Config",
     "GuardConfig",
     "GymConfig",
     "GymTask",
+    "JudgeConfig",
     "LogConfig",
     "LoraConfig",
     "MismatchConfig",
@@ -67,7 +65,6 @@ __all__ = [
     "RewardModelConfig",
     "RewardTerm",
     "RolloutConfig",
-    "SapoConfig",
     "ScheduleConfig",
     "SupervisedConfig",
     "TeacherConfig",

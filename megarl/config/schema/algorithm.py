@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import create_model
 
 from megarl.config.methods import (
     ADVANTAGES,
     POLICY_LOSSES,
     Advantage,
     AdvantageName,
+    Option,
     PolicyLoss,
     PolicyLossName,
+    describe_values,
+    method_options,
 )
 from megarl.config.schema.section import Section, field, section
 
@@ -45,7 +51,6 @@ class MismatchConfig(Section):
 class DppoConfig(Section):
     """DPPO; clip_low and clip_high limit probabilities (dppo_tv) or divergence (dppo_kl)."""
 
-    ratio_cap: float = field(20.0, "largest ratio that weights a token", "", "arXiv 2602.04879", gt=0)
     top_k: int = field(
         0,
         "top tokens of pi_old that the divergence keeps separate, in addition to the sampled one; 0: the "
@@ -54,31 +59,6 @@ class DppoConfig(Section):
         "arXiv 2602.04879, DPPO-TopK: 20",
         ge=0,
     )
-
-
-class SapoConfig(Section):
-    """Slopes of SAPO's gate."""
-
-    tau_positive: float = field(1.0, "slope for tokens of positive advantage", source="SAPO", gt=0)
-    tau_negative: float = field(
-        1.05, "slope for the other tokens, whose gradient falls off faster", source="SAPO", gt=0
-    )
-
-
-class CovarianceConfig(Section):
-    """Token selection of Clip-Cov and KL-Cov by (advantage - mean) * (log-prob - mean)."""
-
-    share: float = field(
-        2e-4,
-        "share of tokens that is selected, at least one; KL-Cov of 7B: 2e-3",
-        "",
-        "arXiv 2505.22617",
-        gt=0,
-        le=1,
-    )
-    low: float = field(1.0, "clip_cov: selected covariances are above this", source="arXiv 2505.22617")
-    high: float = field(5.0, "clip_cov: selected covariances are below this", source="arXiv 2505.22617")
-    kl_weight: float = field(1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0)
 
 
 class AgreementConfig(Section):
@@ -102,30 +82,44 @@ class AgreementConfig(Section):
     )
 
 
-class FipoConfig(Section):
-    """Factors of FIPO's advantages."""
+T = TypeVar("T", bound=Section)
 
-    half_life: float = field(
-        32.0, "distance at which a later token counts half", "tokens", "FIPO's script", gt=0
+
+def with_method_options(algorithm: type[T]) -> type[T]:
+    """Add a section for the options of each method, or add them to the section of that name."""
+    options_by_section: dict[str, dict[str, Any]] = {}
+    for option, _, _ in method_options():
+        name, _, key = option.key.partition(".")
+        declared = field(option.default, option.meaning, option.unit, option.source, **option.bounds)
+        options_by_section.setdefault(name, {})[key] = (type(option.default), declared)
+    sections: dict[str, Any] = {}
+    for name, options in options_by_section.items():
+        known = algorithm.model_fields.get(name)
+        base = Section if known is None else type(known.default)
+        kind = create_model(
+            f"{name.title().replace('_', '')}Config",
+            __base__=base,
+            __module__=__name__,
+            __doc__=base.__doc__ if known else f"Options of the methods {name}.",
+            **options,
+        )
+        sections[name] = (kind, section(kind))
+    return create_model(
+        algorithm.__name__, __base__=algorithm, __module__=__name__, __doc__=algorithm.__doc__, **sections
     )
-    low: float = field(1.0, "smallest factor; FIPO of 7B: 0.8", "", "FIPO's script", gt=0)
-    high: float = field(1.2, "largest factor", "", "FIPO's script", gt=0)
-    limit: float = field(10.0, "tokens of a larger ratio are left out of the sum", "", "FIPO's script", gt=1)
 
 
+def declare_switch(table: dict[str, PolicyLoss] | dict[str, Advantage], default: str) -> Any:
+    """Declare a key that selects a row of a table."""
+    meaning, source = describe_values(table)
+    return field(default, meaning, source=source)
+
+
+@with_method_options
 class AlgorithmConfig(Section):
     """Advantages, policy loss and regularization."""
 
-    advantage: AdvantageName = field(
-        "group",
-        "gae: by a critic; group: (reward - the group's mean) / the group's standard deviation; group_mean: "
-        "without that division; leave_one_out: reward minus the mean of the group's other responses; "
-        "return: the return alone; "
-        "per_reward: group for each part of the reward, their sum divided by the batch's standard deviation; "
-        "tracked: reward minus the prompt's running success rate, normalised over the batch; "
-        "prompt_value: reward minus the value that a critic predicts from the prompt alone",
-        source="DAPO eq. 9; Dr. GRPO; RLOO; REINFORCE++; VAPO eq. 3; GDPO; SPO; SPPO",
-    )
+    advantage: AdvantageName = declare_switch(ADVANTAGES, "group")
     tracker_rho: float = field(
         0.875,
         "advantage tracked: factor of a prompt's earlier results when it is answered again",
@@ -162,14 +156,7 @@ class AlgorithmConfig(Section):
     whiten: bool = field(
         False, "whiten advantages over the tokens of the step that count in the loss", source="REINFORCE++"
     )
-    surrogate: PolicyLossName = field(
-        "ppo",
-        "ppo: clipped; gspo: with one ratio a sequence; cispo: clipped ratio times log-prob, no gradient "
-        "through it; masked: tokens outside the interval have no gradient, on both sides; dppo_tv, dppo_kl: "
-        "bounded by how far probabilities moved; sapo: a smooth gate; clip_cov, kl_cov: tokens of high "
-        "covariance left out or held back; fipo: ppo, advantages by how the rest of the response moved",
-        source="DAPO eq. 8, VAPO eq. 8; GSPO eq. 5; CISPO eq. 4; SAO; DPPO; SAPO; arXiv 2505.22617; FIPO",
-    )
+    surrogate: PolicyLossName = declare_switch(POLICY_LOSSES, "ppo")
     old_logprobs: Literal["trainer", "engine"] = field(
         "trainer",
         "pi_old of the ratio: the trainer computes it before the updates, or the engine's log-probs of the "
@@ -210,9 +197,6 @@ class AlgorithmConfig(Section):
     value_clip: float = field(0.0, "largest move of a value before its loss is clipped; 0: off", ge=0)
     mismatch: MismatchConfig = section(MismatchConfig)
     dppo: DppoConfig = section(DppoConfig)
-    sapo: SapoConfig = section(SapoConfig)
-    covariance: CovarianceConfig = section(CovarianceConfig)
-    fipo: FipoConfig = section(FipoConfig)
     agreement: AgreementConfig = section(AgreementConfig)
 
     @property
@@ -228,9 +212,9 @@ class AlgorithmConfig(Section):
     def policy_loss(self) -> PolicyLoss:
         return POLICY_LOSSES[self.surrogate]
 
-    @property
-    def policy_loss_options(self) -> dict[str, float]:
-        return {key.rpartition(".")[2]: attrgetter(key)(self) for key in self.policy_loss.options}
+    def arguments(self, options: Iterable[Option]) -> dict[str, float]:
+        """Return the values of options, by the names of a method's arguments."""
+        return {option.key.rpartition(".")[2]: attrgetter(option.key)(self) for option in options}
 
     @property
     def has_reference(self) -> bool:

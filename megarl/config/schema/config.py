@@ -89,7 +89,12 @@ class Config(Section):
 
     @property
     def has_teacher(self) -> bool:
-        return self.has_engine and bool(self.teacher.folders)
+        return self.has_engine and (bool(self.teacher.folders) or self.has_self_teacher)
+
+    @property
+    def has_self_teacher(self) -> bool:
+        """Return whether the teacher is the actor with a longer prompt."""
+        return self.has_engine and self.teacher.weights is not None
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a data.eval entry is evaluated after `step`. every: the entry's own interval"""
@@ -100,7 +105,7 @@ class Config(Section):
         is_present = {"actor": True, "critic": self.has_critic, "engine": self.has_engine}
         has_reference_model = self.algorithm.has_reference and self.actor.lora.rank is None
         is_present |= {"reference": has_reference_model, "reward": self.has_reward_model}
-        is_present |= {"teacher": self.has_teacher}
+        is_present |= {"teacher": self.has_teacher and self.teacher.weights != "current"}
         return is_present[group.partition(".")[0]]
 
     def without_adapters(self) -> Config:

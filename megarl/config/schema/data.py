@@ -82,11 +82,7 @@ class GymConfig(Section):
 class DataEntry(Section):
     """An entry of data.train: a path, or a section with `path` or `gym`."""
 
-    path: Path | None = field(
-        None,
-        "parquet or jsonl file, or a name of the Hub, `owner/name[@revision][:subset/split]`; "
-        "an entry with nothing else may be the path alone",
-    )
+    path: Path | None = field(None, "parquet or jsonl file; an entry with nothing else may be the path alone")
     gym: GymConfig | None = field(None, "instead of a path: problems that reasoning-gym generates and scores")
 
     @model_validator(mode="before")
@@ -142,7 +138,8 @@ _RENDERING = frozenset(
 class DataConfig(Section):
     train: tuple[DataEntry, ...] = field(
         (),
-        "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; or sections {gym}",
+        "parquet or jsonl files, with the columns of DAPO-Math, GSM8K, MATH, verl or TRL; "
+        "data sets of the hub, owner/name:configuration/split; or sections {gym}",
     )
     eval: tuple[EvaluationSet, ...] = field(
         (), "held-out files, same formats: paths, or sections {path or gym, name, every, samples}"

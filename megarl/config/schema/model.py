@@ -32,7 +32,7 @@ class ModelConfig(Section):
     path: Path = field(
         ...,
         "folder to start from: Hugging Face's (config.json, *.safetensors, tokenizer) or a converted one; "
-        "or a name of the Hub, `owner/name[@revision]`",
+        "or a model of the hub, owner/name or owner/name@revision",
     )
     dtype: Literal["bf16", "fp32"] = field(
         "bf16", "dtype of weights and activations; optimizer states and gradients are fp32"

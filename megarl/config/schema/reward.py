@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.config.schema.judge import JUDGE, JudgeConfig
 from megarl.config.schema.rollout import Sandbox
 from megarl.config.schema.section import Section, field, section
 
@@ -46,6 +47,7 @@ class RewardConfig(Section):
     verifier: str = field(
         "dapo",
         "dapo (last `Answer:` line, normalised), math (symbolic), "
+        "code or code_all (runs Python on tests: the share that pass, or all), judge (reward.judge), "
         "or a dotted path `module:function` of your own",
         source="DAPO eq. 7",
     )
@@ -56,6 +58,7 @@ class RewardConfig(Section):
         {}, "name -> {function, weight, arguments}: added to the reward; reward/term_<name> is its mean"
     )
     model: RewardModelConfig = section(RewardModelConfig)
+    judge: JudgeConfig = section(JudgeConfig)
     timeout: float = field(
         10.0, "longest time for one answer, which is then wrong and recorded", "seconds", gt=0
     )
@@ -78,9 +81,19 @@ class RewardConfig(Section):
     overlong: OverlongConfig = section(OverlongConfig)
 
     @property
+    def judge_is_term(self) -> bool:
+        return self.judge.url is not None and self.verifier != JUDGE
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """Return name -> weight of the terms, the judge's last."""
+        weights = {name: term.weight for name, term in self.terms.items()}
+        return weights | ({JUDGE: self.judge.weight} if self.judge_is_term else {})
+
+    @property
     def parts(self) -> dict[str, float]:
         """Return key -> weight of the reward's parts; the reward model's is last."""
         parts = {"verifier": self.weight, "overlong": float(self.overlong.soft_punishment)}
-        parts |= {f"terms.{name}": term.weight for name, term in self.terms.items()}
+        parts |= {f"terms.{name}": weight for name, weight in self.term_weights.items()}
         parts["model"] = self.model.weight if self.model.path else 0.0
         return {name: weight for name, weight in parts.items() if weight}

@@ -158,6 +158,12 @@ class RolloutConfig(Section):
         "record the experts that the engine chose for each token, and replay them in the actor's routers",
         source="R3, arXiv 2510.11370",
     )
+    sampling_replay: bool = field(
+        False,
+        "record the ids that top_k and top_p leave for each token, and renormalise over them: the log-probs "
+        "and gradients of the actor, and the log-probs of engine, reference and teacher",
+        source="SGLang's return_sampling_mask, slime's top-p replay",
+    )
     routing_compare: bool = field(
         False, "one more log-prob pass a step, without replay, to compare the engine's log-probs with"
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from megarl.config.schema.section import Section, field
+
+# Key of a prompt's row that holds its demonstration, as `teacher.demonstration`.
+EXTRA = "extra_info."
 
 
 class TeacherConfig(Section):
     """On-policy distillation from a teacher on the same ranks.
 
-    Adds the teacher's log-ratio of a token to its advantage, or with `top_k` a KL term to the loss."""
+    Adds the teacher's log-ratio of a token to its advantage, or a term to the loss (`top_k`, `ratio_cap`).
+
+    With `weights` the teacher is the actor itself, with a demonstration in its prompt (self-distillation)."""
 
     path: Path | None = field(
         None,
@@ -37,6 +43,53 @@ class TeacherConfig(Section):
         "verl's forward_kl_topk, which has 32",
         ge=1,
     )
+
+    ratio_cap: float | None = field(
+        None,
+        "the term's tokens weigh min(pi / pi_old, cap), without gradient. Without top_k the term is the "
+        "sampled token's log-ratio, and advantages do not change; null: off",
+        source="SDPO's is_clip, 2 (arXiv 2601.20802)",
+        gt=0,
+    )
+    alpha: float = field(
+        0.0,
+        "divergence of the top_k term: 0 KL(teacher || policy), 1 KL(policy || teacher), between them the "
+        "Jensen-Shannon divergence to the mixture alpha teacher + (1 - alpha) policy",
+        source="SDPO's alpha, 0.5; OPSD has 0, SDFT 1",
+        ge=0,
+        le=1,
+    )
+    alone: bool = field(
+        False, "true: the teacher alone trains: advantages of rewards are 0", source="SDPO, OPSD and SDFT"
+    )
+    weights: Literal["initial", "current", "average"] | None = field(
+        None,
+        "the teacher is the actor with these weights, and sees `template`; average: their exponential "
+        "moving average; null: the models of path and by_source",
+        source="OPSD (arXiv 2601.18734) initial; SDPO and SDFT (arXiv 2601.19897) average",
+    )
+    average_rate: float = field(
+        0.05, "average <- (1 - rate) average + rate actor, after each step", source="SDPO", gt=0, le=1
+    )
+    demonstration: str = field(
+        "sibling",
+        "what weights' teacher sees: sibling (another correct response of the group), answer (the reference "
+        "answer) or extra_info.KEY (that value of the prompt's row); responses without any are not taught",
+        source="SDPO sibling; OPSD and SDFT a solution of the data",
+    )
+    template: str = field(
+        "{question}\n\nCorrect solution:\n\n{demonstration}\n\nCorrectly solve the original question.",
+        "last user message of weights' teacher",
+        source="our wording after SDPO's",
+    )
+    max_context_tokens: int = field(
+        4096, "a longer prompt of weights' teacher is left out, and its response not taught", "tokens", ge=1
+    )
+
+    @property
+    def is_in_loss(self) -> bool:
+        """Return whether the teacher is a term of the loss."""
+        return self.top_k is not None or self.ratio_cap is not None
 
     @property
     def folders(self) -> dict[str, Path]:

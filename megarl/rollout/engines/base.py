@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -50,6 +50,8 @@ class RolloutEngine(ABC):
     Only the leader, their first, gets requests and raises EngineFailure."""
 
     weight_version: int = -1  # before the first update
+    # An engine that decodes in the rank asks it after each step, and ends its poll early.
+    should_end_poll: Callable[[], bool] = staticmethod(lambda: False)
 
     # Required methods; sync/backends may call further ones.
 

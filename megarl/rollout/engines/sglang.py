@@ -18,10 +18,11 @@ import torch
 from msgspec import structs
 from packaging.version import InvalidVersion, Version
 
+from megarl.config.drafts import ALGORITHM, check_draft, count_steps, has_draft
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
-from megarl.data.sample import TokenData
+from megarl.data.sample import TokenData, join_sampling_sets
 from megarl.parallel.launch import environment_of_children
 from megarl.parallel.machine import allocator_problem, cuda_runtime_folders, list_unmet_requirements
 from megarl.parallel.runtime import Runtime
@@ -79,18 +80,19 @@ class SGLangRequests(RolloutEngine):
         return len(self._outstanding)
 
     def _token_data(
-        self, request: GenerationRequest, answer: Any, *, names: str = "", routed: bool = False
+        self, request: GenerationRequest, answer: Any, params: SamplingParams, *, names: str = ""
     ) -> TokenData:
         """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
-            answer: (tokens, log-probs, finish reason, versions, experts in base64), or an error. versions: a
-                pair for each run of tokens that one version sampled: its name and the end
+            answer: (tokens, log-probs, finish reason, versions, experts in base64, sampling sets, drafts), or
+                an error. versions: a pair for each run of tokens that one version sampled: its name and the
+                end. drafts: accepted tokens of a draft model, and passes that verified them
             names: what versions' names have before the number
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
-        tokens, logprobs, finish, named_versions, routing = answer
+        tokens, logprobs, finish, named_versions, routing, sets, (accepted, verifications) = answer
         prefix = request.prefix or TokenData()
         count, vocab = len(tokens), self.hf_config["vocab_size"]
         is_known_finish = finish in ("stop", "length", "abort")
@@ -103,16 +105,28 @@ class SGLangRequests(RolloutEngine):
             problem = f"a token outside of the vocabulary of {vocab}"
         elif not all(-math.inf < logprob <= LOGPROB_ABOVE_ZERO for logprob in logprobs):
             problem = "a log-probability that is not a finite number below 0"
-        elif routed and finish != "abort":
+        elif params.routing and finish != "abort":
             # Of the whole sequence: these weights have prefilled the prefix again.
             length = len(request.prompt_tokens) + prefix.num_tokens + count
             experts, problem = _decode_routing(routing or "", length, self.hf_config)
+        sampling_sets = None
+        if params.sampling_sets and not problem:
+            new_sets, problem = _pad_sets(sets or [], tokens, vocab)
+            sampling_sets = join_sampling_sets(((prefix.num_tokens, prefix.sampling_sets), (count, new_sets)))
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
         prefix_versions: Any = () if prefix.policy_versions is None else prefix.policy_versions
         versions = np.array([*prefix_versions, *new_versions])
         columns = np.array([*prefix.tokens, *tokens]), np.array([*prefix.logprobs, *logprobs])
-        return TokenData(*columns, finish, versions, experts)
+        return TokenData(
+            *columns,
+            finish,
+            versions,
+            experts,
+            sampling_sets=sampling_sets,
+            accepted_drafts=accepted + prefix.accepted_drafts,
+            verifications=verifications + prefix.verifications,
+        )
 
     def _read_versions(
         self, named_versions: Sequence[tuple[str, int]], count: int, names: str
@@ -169,6 +183,12 @@ class SGLangEngine(SGLangRequests):
         if device == "cpu" and config.rollout.routing_replay:
             problem = "SGLang records experts on a GPU only (set it to false, or use transformers)"
             raise ConfigError(f"rollout.routing_replay: {problem}")
+        if has_draft(config.rollout) and is_older_sglang():
+            problem = f"needs SGLang {OLDEST} or later, whose updates can leave a draft model alone"
+            raise ConfigError(f"rollout.engine_options: {problem} (update it)")
+        if config.rollout.sampling_replay and is_older_sglang():
+            problem = f"needs SGLang {OLDEST} or later, which returns sampling sets"
+            raise ConfigError(f"rollout.sampling_replay: {problem} (update it, or set it to false)")
         if config.schedule.in_flight != "none" and is_older_sglang():
             problem = f"needs SGLang {OLDEST} or later, which reports each token's version"
             raise ConfigError(f"schedule.in_flight: {problem} (update it, or set it to none)")
@@ -179,7 +199,13 @@ class SGLangEngine(SGLangRequests):
     def check_engines(
         cls, config: Config, hf_config: Mapping[str, Any], device: torch.device, engines: int
     ) -> None:
-        """Raise ConfigError if SGLang would repack FP8 weights on this GPU."""
+        """Raise ConfigError if a draft does not fit, or SGLang would repack FP8 weights on this GPU."""
+        if has_draft(config.rollout):
+            check_draft(config.rollout, hf_config)
+            family = get_family(hf_config)
+            if device.type == "cpu" and (family.is_linear or family.is_latent):
+                problem = "drafts of this model family are not verified on a CPU (leave it out)"
+                raise ConfigError(f"rollout.engine_options: {ALGORITHM}: {problem}")
         if config.rollout.weights_dtype != "fp8_block" or device.type == "cpu":
             return
         capability = torch.cuda.get_device_capability(device)
@@ -276,7 +302,24 @@ class SGLangEngine(SGLangRequests):
                 # Other runners, like Blackwell's default, order an expert's gate and up differently
                 # (FusedMoE._weight_loader_impl), and do not return routed experts.
                 arguments["moe_runner_backend"] = MOE_RUNNER
+        if has_draft(rollout):
+            arguments |= self._draft_arguments(arguments)
         return arguments | rollout.engine_options
+
+    def _draft_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults for a draft model, which transfers leave alone: its folder has its weights."""
+        steps = count_steps(self.config.rollout)
+        chain: dict[str, Any] = {
+            "speculative_num_steps": steps,
+            "speculative_num_draft_tokens": steps + 1,
+            "speculative_eagle_topk": 1,
+            "speculative_draft_load_format": "auto",
+        }
+        if self.device.type == "cpu":
+            # Slots of chains, of which SGLang allocates two in advance.
+            slots = 2 * (steps + 1) * self.config.rollout.max_batch
+            return chain | {"max_total_tokens": arguments["max_total_tokens"] + slots}
+        return chain | {"enable_draft_weights_cpu_backup": True}  # `sleep` frees the draft too
 
     def _environment(self) -> dict[str, str]:
         # By default, states of linear attention's convolutions are bf16.
@@ -366,7 +409,7 @@ class SGLangEngine(SGLangRequests):
         for number, answer in self.process.poll(seconds):
             try:
                 request, params = self._outstanding[number]
-                data = self._token_data(request, answer, routed=params.routing)
+                data = self._token_data(request, answer, params)
                 responses += self._sort_answer(number, data)
             except EngineFailure as failure:
                 self._failure = failure  # the next call raises it
@@ -410,3 +453,17 @@ def _decode_routing(encoded: str, length: int, hf_config: Mapping[str, Any]) -> 
     if chosen_experts.size and not 0 <= chosen_experts.min() <= chosen_experts.max() < experts:
         return None, f"an expert outside of 0 to {experts - 1}"
     return routing_array(chosen_experts.reshape(shape), length, experts), ""
+
+
+def _pad_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int], vocab: int) -> tuple[np.ndarray, str]:
+    """Return sampling sets, int32 [tokens, k], ids, then -1, and a problem or ""."""
+    padded = np.full((len(tokens), max(map(len, sets), default=0)), -1, np.int32)
+    if len(sets) != len(tokens):
+        return padded, f"{len(sets)} sampling sets for {len(tokens)} tokens"
+    for row, (ids, token) in enumerate(zip(sets, tokens, strict=True)):
+        if token not in ids:
+            return padded, f"token {token}, which is not in its sampling set of {len(ids)}"
+        if not all(0 <= other < vocab for other in ids):
+            return padded, f"a sampling set with a token outside of the vocabulary of {vocab}"
+        padded[row, : len(ids)] = ids
+    return padded, ""

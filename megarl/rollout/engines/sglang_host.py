@@ -101,10 +101,12 @@ class Calls:
 
     0.5.15 has no weight-update sessions; 0.5.23 refuses updates without one."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, has_draft: bool = False) -> None:
         from sglang.srt.managers import io_struct
 
         self.engine, self.manager, self.io = engine, engine.tokenizer_manager, io_struct
+        # Else an update would write the target's weights into the draft model too.
+        self.only_target = {"selector": "target"} if has_draft else {}
 
     @staticmethod
     def _check(what: str, result: Any) -> None:
@@ -119,7 +121,7 @@ class Calls:
         if pause is not None:
             await self.manager.pause_generation(self.io.PauseGenerationReqInput(mode=pause))
         if hasattr(self.manager, "begin_weight_update"):
-            request = self.io.BeginWeightUpdateReqInput()
+            request = self.io.BeginWeightUpdateReqInput(**self.only_target)
             self._check("begin_weight_update", await self.manager.begin_weight_update(request, None))
 
     async def load(self, payloads: list[bytes], version: int, last: bool, flush: bool) -> None:
@@ -131,6 +133,7 @@ class Calls:
             load_format=f"{load_shards.__module__}.{load_shards.__name__}",
             flush_cache=flush,
             weight_version=str(version) if last else None,
+            **self.only_target,
         )
         self._check(
             "update_weights_from_tensor", await self.manager.update_weights_from_tensor(request, None)
@@ -222,7 +225,7 @@ class Host:
         self.outbox.put(("answer", problem))
 
     def _submit(self, requests: list[tuple[int, list[int], int, int, int]], params: dict[str, Any]) -> None:
-        shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        shared_params = {key: params[key] for key in ("temperature", "top_p", "top_k", "sampling_sets")}
         for number, prompt, prompt_length, seed, max_new_tokens in requests:
             sampling = {
                 "max_new_tokens": max_new_tokens,
@@ -233,6 +236,9 @@ class Host:
             self.generating += 1
             # Older SGLangs do not know the argument.
             options: dict[str, Any] = {"return_routed_experts": True} if params["routing"] else {}
+            if params["sampling_sets"]:
+                options["return_sampling_mask"] = True
+                sampling["top_k"] = params["top_k"]  # SGLang wants it; SeededSampler reads custom_params
             if "cache_salt" in params:
                 options["cache_salt"] = params["cache_salt"]
             self._start(self._generate(number, prompt, sampling, options))
@@ -241,20 +247,24 @@ class Host:
         self, number: int, prompt: list[int], sampling: dict[str, Any], more: dict[str, Any]
     ) -> None:
         try:
-            answer = await self.engine.async_generate(
+            # Engine.async_generate does the same, but has no return_sampling_mask in 0.5.23.
+            request = self.calls.io.GenerateReqInput(
                 input_ids=prompt,
                 sampling_params=sampling,
                 return_logprob=True,
                 custom_logit_processor=self.processor,
                 **more,
             )
+            answer = await anext(self.calls.manager.generate_request(request, None))
             meta = answer["meta_info"]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
             tokens, finish = answer["output_ids"], meta["finish_reason"]["type"]
             spans = meta.get("weight_versions") or ()  # older SGLangs have none
             versions = [(span["version"], span["end"]) for span in spans]
             versions = versions or [(meta["weight_version"], len(tokens))]
-            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"))
+            sets = meta.get("output_token_sampling_mask")
+            drafts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
+            result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"), sets, drafts)
         except Exception as error:  # noqa: BLE001 (the rank raises it)
             result = f"{type(error).__name__}: {error}"
         self.generating -= 1
@@ -297,7 +307,8 @@ def main(calls: type[Calls] = Calls) -> None:
         run_scheduler_process_func = staticmethod(run_scheduler)
 
     engine = SeededEngine(**arguments)
-    Host(engine, connection, calls(engine)).serve()
+    has_draft = "speculative_algorithm" in arguments
+    Host(engine, connection, calls(engine, has_draft)).serve()
 
 
 if __name__ == "__main__":

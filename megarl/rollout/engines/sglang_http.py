@@ -100,6 +100,8 @@ class Meta(msgspec.Struct):
     finish_reason: dict[str, Any]
     weight_version: str
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_sampling_logprobs: list[float] = []
+    output_token_sampling_mask: list[list[int]] = []
     weight_versions: list[Span] = []
 
 

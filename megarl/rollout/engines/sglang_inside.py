@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from torch import Tensor
 
 from megarl.rollout.engines.sglang_kernels import add_shared_expert, forward_gated_norm
-from megarl.rollout.sampling import SamplingParams, choose
+from megarl.rollout.sampling import SamplingParams, choose, choose_with_set
 
 BACKEND = "pytorch"  # required on a CPU
 # Scales of the KV cache, parameters with FP8 weights (radix_attention.py, quantization/kv_cache.py, 0.5.23).
@@ -21,19 +21,21 @@ BACKEND = "pytorch"  # required on a CPU
 KV_SCALES = (".attn.k_scale", ".attn.v_scale")
 
 
-class KeepParams(CustomLogitProcessor):
-    """Never called. SGLang keeps `custom_params` only for requests with a logit processor."""
+class KeepParams(DisallowedTokensLogitsProcessor):
+    """Never called. SGLang keeps `custom_params` only for requests with a logit processor.
+
+    With this base class SGLang also returns sampling masks (supports_sampling_mask)."""
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
 
 
-class SeededSampler(Sampler):
-    """Samples by sampling.py.
+class SeededRows:
+    """Samples by sampling.py for the requests of a batch.
 
-    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k. SGLang
-    extends a batch's list of them, and replaces it when a request ends (SamplingBatchInfo). Only then are
-    they copied to the device."""
+    `custom_params` of a request: seed, prompt (its length in tokens), temperature, top_p, top_k, and
+    sampling_sets (equal to the request's return_sampling_mask). SGLang extends a batch's list of them, and
+    replaces it when a request ends (SamplingBatchInfo). Only then are they copied to the device."""
 
     _rows: Any = None
     _count = 0
@@ -42,10 +44,18 @@ class SeededSampler(Sampler):
     _prompts: Tensor  # lengths, int64 [rows]
     _rows_by_params: list[tuple[SamplingParams, Tensor | None]]  # None: all rows
 
-    def forward(
-        self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
-    ) -> Tensor:
-        rows, logits = sampling_info.custom_params, logits_output.next_token_logits
+    def choose(
+        self, rows: Any, logits: Tensor, positions: Tensor, width: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Sample the token after each position; None if a request has no params.
+
+        Args:
+            rows: `custom_params` of the requests
+            logits: [requests * width, vocab]; positions: int64 [requests * width], of the preceding tokens
+            width: positions of a request
+
+        Returns tokens int64 and log-probs float32, [requests * width] each; and sampling sets, int32
+        [requests * width, k], ids, then -1, or None if no request wants them."""
         count = len(rows or ())
         if rows and (rows is not self._rows or count != self._count):
             self._rows, self._count = rows, count
@@ -53,21 +63,29 @@ class SeededSampler(Sampler):
             if self._all_have_params:
                 self._copy(rows, logits.device)
         if not rows or not self._all_have_params:  # SGLang's own requests
-            tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
-            return tokens
-        index = rest[2] + 1 - self._prompts
-        if len(self._rows_by_params) == 1:
-            tokens, logprobs = choose(logits, self._seeds, index, self._rows_by_params[0][0])
-        else:
-            tokens = torch.empty_like(index)
-            logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
-            for params, indices in self._rows_by_params:
-                tokens[indices], logprobs[indices] = choose(
-                    logits[indices], self._seeds[indices], index[indices], params
-                )
-        logits_output.next_token_logprobs = logprobs
-        self._sync_token_ids_across_tp(tokens, sampling_info)
-        return tokens
+            return None
+        seeds, prompts = self._seeds, self._prompts
+        if width > 1:
+            seeds, prompts = seeds.repeat_interleave(width), prompts.repeat_interleave(width)
+        index = positions + 1 - prompts
+        widest = max((params.top_k for params, _ in self._rows_by_params if params.sampling_sets), default=0)
+        sets = None
+        if widest:
+            sets = torch.full((len(index), widest), -1, dtype=torch.int32, device=logits.device)
+        tokens = torch.empty_like(index)
+        logprobs = torch.empty(len(index), dtype=torch.float32, device=logits.device)
+        for params, indices in self._rows_by_params:
+            if indices is not None and width > 1:
+                offsets = torch.arange(width, device=indices.device)
+                indices = (indices[:, None] * width + offsets).flatten()
+            chosen = slice(None) if indices is None else indices
+            inputs = logits[chosen], seeds[chosen], index[chosen], params
+            if sets is not None and params.sampling_sets:
+                tokens[chosen], logprobs[chosen], found = choose_with_set(*inputs)
+                sets[chosen, : found.shape[1]] = found
+            else:
+                tokens[chosen], logprobs[chosen] = choose(*inputs)
+        return tokens, logprobs, sets
 
     def _copy(self, rows: list[dict[str, Any]], device: torch.device) -> None:
 
@@ -77,7 +95,11 @@ class SeededSampler(Sampler):
         indices_by_params: dict[SamplingParams, list[int]] = {}
         for i, row in enumerate(rows):
             indices_by_params.setdefault(
-                SamplingParams(0, row["temperature"], row["top_p"], row["top_k"]), []
+                SamplingParams(
+                    *(0, row["temperature"], row["top_p"], row["top_k"]),
+                    sampling_sets=row.get("sampling_sets", False),
+                ),
+                [],
             ).append(i)
         self._rows_by_params = [
             (params, copy_to_device(indices) if len(indices_by_params) > 1 else None)
@@ -87,6 +109,34 @@ class SeededSampler(Sampler):
         self._prompts = copy_to_device([row["prompt"] for row in rows])
 
 
+class SeededSampler(SeededRows, Sampler):
+    """SGLang's sampler, for a token per request."""
+
+    def forward(
+        self, logits_output: Any, sampling_info: Any, return_logprob: bool, *rest: Any, **options: Any
+    ) -> Tensor:
+        chosen = self.choose(sampling_info.custom_params, logits_output.next_token_logits, rest[2])
+        if chosen is None:
+            tokens: Tensor = super().forward(logits_output, sampling_info, return_logprob, *rest, **options)
+            return tokens
+        tokens, logprobs, sets = chosen
+        logits_output.next_token_logprobs = logprobs
+        if sets is not None:
+            wanted = sampling_info.sampling_mask_batch_indices
+            logits_output.sampling_mask_output = _make_mask_output(sets[wanted], logprobs[wanted])
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
+def _make_mask_output(sets: Tensor, logprobs: Tensor) -> Any:
+    """Return sampling sets as SGLang's SamplingMaskOutput. sets: int32 [rows, k], ids, then -1"""
+    from sglang.srt.layers.logits_processor import SamplingMaskOutput, SamplingMaskStatus
+
+    lengths = (sets >= 0).sum(-1, dtype=torch.int32)
+    statuses = torch.full_like(lengths, int(SamplingMaskStatus.OK))
+    return SamplingMaskOutput(sets, lengths, logprobs, None, statuses)
+
+
 def run_scheduler(*arguments: Any, **options: Any) -> None:
     """Run SGLang's scheduler with our sampler, on a CPU with our kernels."""
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -94,6 +144,10 @@ def run_scheduler(*arguments: Any, **options: Any) -> None:
     register_sampler_backend(BACKEND, SeededSampler)
     if not torch.cuda.is_available():
         _prepare_cpu()
+    if arguments[0].speculative_algorithm:
+        from megarl.rollout.engines import sglang_draft
+
+        sglang_draft.install()
     run_scheduler_process(*arguments, **options)
 
 

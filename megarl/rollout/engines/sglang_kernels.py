@@ -173,10 +173,101 @@ def add_shared_expert(hidden: Tensor, gate_weight: Tensor, shared: Tensor, route
     routed.add_((hidden @ gate_weight).sigmoid()[:, None] * shared)
 
 
+# Speculative decoding by chains: a request's tokens in a row, the last accepted one and those of the draft.
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    requests: Tensor, pool: Tensor, lengths: Tensor, slots: Tensor, pool_len: int, topk: int, steps: int
+) -> None:
+    """Read the cache slots of `steps` draft tokens after each request's tokens into `slots`.
+
+    kernels/ops/speculative/cache_locs.py, assign_draft_cache_locs_contiguous_func"""
+    columns = lengths[:, None] + torch.arange(topk * steps)
+    slots.copy_(pool[requests[:, None], columns].flatten())
+
+
+def assign_extend_cache_locs_cpu(
+    requests: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, pool_len: int
+) -> None:
+    """Read the cache slots of positions `starts` to `ends` into `slots`.
+
+    kernels/ops/speculative/cache_locs.py, assign_extend_cache_locs_func"""
+    rows = zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    slots.copy_(torch.cat([pool[row, start:end] for row, start, end in rows]))
+
+
+def build_tree_kernel_efficient_cpu(
+    parents: Tensor,
+    chosen: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    topk: int,
+    steps: int,
+    width: int,
+    mask_mode: int,
+) -> None:
+    """Describe chains: each token follows the one before it, and has no sibling.
+
+    kernels/ops/speculative/spec_tree.py, build_tree_kernel_efficient_func. With topk 1 attention needs no
+    mask."""
+    if topk != 1:
+        raise NotImplementedError("trees of drafts on a CPU (set speculative_eagle_topk to 1)")
+    offsets = torch.arange(width)
+    positions.copy_((lengths[:, None] + offsets).flatten())
+    index.copy_(torch.arange(index.numel()).view_as(index))
+    next_token.copy_(torch.where(offsets < width - 1, offsets + 1, -1).expand_as(next_token))
+    next_sibling.fill_(-1)
+
+
+def verify_tree_greedy_cpu(
+    *,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
+) -> None:
+    """Accept the first drafts of each chain that equal the target's tokens, and the target's next token.
+
+    kernels/ops/speculative/spec_tree.py, verify_tree_greedy_func"""
+    matches = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1)
+    accept_token_num.copy_(matches.sum(1))
+    predicts.copy_(target_predict.flatten())
+    depth = accept_index.shape[1]
+    is_accepted = torch.arange(depth) <= accept_token_num[:, None]
+    accept_index.copy_(torch.where(is_accepted, retrive_index[:, :depth], -1))
+
+
+def copy_all_layer_kv_cache_cpu(buffers: Tensor, strides: Tensor, target: Tensor, source: Tensor) -> None:
+    """Move cache slots of accepted tokens: a chain's are in place. kernels/ops/kvcache/cache_move.py"""
+    if not torch.equal(target, source):
+        raise NotImplementedError("cache slots of a tree of drafts on a CPU")
+
+
+def fill_bonus_tokens_cpu(tokens: Tensor, lengths: Tensor, bonus: Tensor, stride: int) -> None:
+    """Read the last accepted token of each request. kernels/ops/speculative/eagle.py"""
+    bonus.copy_(tokens.view(-1, stride).gather(1, lengths[:, None].long() - 1)[:, 0])
+
+
 # OPS are added to torch.ops.sgl_kernel. convert_weight_packed must be missing there, because SGLang takes it
 # as a sign of AMX (srt/utils/common.py).
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
-    "sgl_kernel": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
+    "sgl_kernel": {
+        "assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu,
+        "assign_draft_cache_locs_contiguous_cpu": assign_draft_cache_locs_contiguous_cpu,
+        "assign_extend_cache_locs_cpu": assign_extend_cache_locs_cpu,
+        "build_tree_kernel_efficient_cpu": build_tree_kernel_efficient_cpu,
+        "verify_tree_greedy_cpu": verify_tree_greedy_cpu,
+        "copy_all_layer_kv_cache_cpu": copy_all_layer_kv_cache_cpu,
+        "fill_bonus_tokens_cpu": fill_bonus_tokens_cpu,
+    },
     "sgl_kernel.mamba": {
         "causal_conv1d_fn_cpu": causal_conv1d_fn_cpu,
         "causal_conv1d_update_cpu": causal_conv1d_update_cpu,

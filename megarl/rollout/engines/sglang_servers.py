@@ -251,6 +251,8 @@ class SGLangServers(SGLangRequests):
                 "stop_token_ids": list(self.eos_ids),
             },
         }
+        if params.sampling_sets:
+            body["return_sampling_mask"] = True
         if self.pause_mode == "in_place":  # else prefixes of older weights would match
             body["cache_salt"] = self.pool.version_name
         assert server.gone is not None
@@ -267,7 +269,9 @@ class SGLangServers(SGLangRequests):
             answer_future.cancel()
             server.running.discard(rid)
         meta = response.meta_info
-        logprobs = [entry[0] for entry in meta.output_token_logprobs]
+        logprobs, sets = [entry[0] for entry in meta.output_token_logprobs], None
+        if params.sampling_sets:
+            logprobs, sets = meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
         finish = str(meta.finish_reason.get("type"))
         is_updating = self.pause_mode == "abort" and (server.loading or server is self.pool.router)
         if finish == "abort" and not self._aborting and not is_updating:
@@ -275,8 +279,8 @@ class SGLangServers(SGLangRequests):
         tokens = response.output_ids
         versions = [(span.version, span.end) for span in meta.weight_versions]
         versions = versions or [(meta.weight_version, len(tokens))]
-        answer = tokens, logprobs, finish, versions, None
-        return self._token_data(request, answer, names=self.pool.name_version(""))
+        answer = tokens, logprobs, finish, versions, None, sets, (0, 0)
+        return self._token_data(request, answer, params, names=self.pool.name_version(""))
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineError if a server refuses a request."""

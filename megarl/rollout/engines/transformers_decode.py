@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from msgspec import structs
 from torch import Tensor
 
 from megarl.config.errors import EngineError
-from megarl.data.sample import TokenData
+from megarl.data.sample import TokenData, join_sampling_sets
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, round_up
-from megarl.rollout.sampling import SamplingParams, choose, routing_array, stop_window
+from megarl.rollout.sampling import SamplingParams, choose, choose_with_set, routing_array, stop_window
 from megarl.weights.families import Sizes
 
 PREFILL_TOKENS = 16384  # padded tokens of a forward pass, with those before its segments
@@ -89,7 +89,8 @@ class DecodeLoop:
         self.waiting: list[tuple[tuple[int, ...], list[int]]] = []
         self.experts = Sizes.from_config(model.config.to_dict()).experts if params.routing else 0
         self.chosen: list[Tensor] = []  # recorded in this pass, by layer, [tokens, topk]
-        self.cache = KVCache(model, self.experts)
+        self.set_width = min(params.top_k, model.config.vocab_size) if params.sampling_sets else 0
+        self.cache = KVCache(model, self.experts, self.set_width)
         # Per row: key (-1: none), seed, newest token and its position, number of response tokens and their
         # limit. Rows from `used` to the end of a block are computed and ignored.
         self.state = torch.zeros(6, self.block.get_capacity(max_batch), dtype=torch.int64, device=self.device)
@@ -138,8 +139,10 @@ class DecodeLoop:
         self.used = self.longest = 0
         return {key: (requests[key], structs.replace(data, finish_reason="abort")) for key, data in responses}
 
-    def run(self, seconds: float) -> list[tuple[int, TokenData]]:
-        """Return finished responses. Raises FloatingPointError at NaN logits."""
+    def run(self, seconds: float, should_end: Callable[[], bool]) -> list[tuple[int, TokenData]]:
+        """Decode until all requests are finished, for `seconds` or until `should_end()`.
+
+        Returns finished responses. Raises FloatingPointError at NaN logits."""
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, output: self.chosen.append(output[2]))
             for layer in (self.body.layers if self.experts else ())
@@ -157,7 +160,7 @@ class DecodeLoop:
                     self._admit()
                 else:
                     self._step()
-                is_late = time.monotonic() >= deadline
+                is_late = time.monotonic() >= deadline or should_end()
                 responses += self._sweep(at_once=is_late)
                 if is_late:
                     break
@@ -266,7 +269,11 @@ class DecodeLoop:
 
     def _choose(self, rows: slice, logits: Tensor) -> None:
         cache, live, count = self.cache, self.live[rows], self.count[rows]
-        token, logprob = choose(logits, self.seed[rows], count, self.params)
+        sets = None
+        if self.set_width:
+            token, logprob, sets = choose_with_set(logits, self.seed[rows], count, self.params)
+        else:
+            token, logprob = choose(logits, self.seed[rows], count, self.params)
         self.token[rows] = token
         self.nan[rows] = logprob.isnan() & live
         self.position[rows] += live
@@ -275,6 +282,8 @@ class DecodeLoop:
         offsets = cache.starts[rows] + self.position[rows] + ~live
         cache.tokens.view(-1).index_copy_(0, offsets, token)
         cache.logprobs.view(-1).index_copy_(0, offsets, logprob)
+        if sets is not None:
+            cache.sets.view(-1, self.set_width).index_copy_(0, offsets, sets)
         if self.stopping.texts:
             self._stop_texts(rows, token)
         live &= ~self.stopping.eos[token] & (count < self.limit[rows])
@@ -318,8 +327,14 @@ class DecodeLoop:
             span = slice(end + 1 - count, end + 1)
             # A view would keep all rows' log-probs.
             data = TokenData(tokens[row, span].numpy(), logprobs[row, span].numpy().copy())
-            if (prefix := self.requests[key].prefix) is not None:
-                data.logprobs[: prefix.num_tokens] = prefix.logprobs
+            first_new, prefix = 0, self.requests[key].prefix
+            if prefix is not None:
+                first_new = prefix.num_tokens
+                data.logprobs[:first_new] = prefix.logprobs
+            if self.set_width:
+                sets = cache.sets[rows[row], span][first_new:].cpu().numpy()
+                prefix_sets = None if prefix is None else prefix.sampling_sets
+                data.sampling_sets = join_sampling_sets(((first_new, prefix_sets), (len(sets), sets)))
             is_stopped = count < limit or self.stopping.ends(data.tokens.tolist())
             data.finish_reason = "stop" if is_stopped else "length"
             if chosen is not None:

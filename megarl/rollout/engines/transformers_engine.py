@@ -207,7 +207,7 @@ class TransformersEngine(RolloutEngine):
         deadline = time.monotonic() + seconds
         while self._loops and not (responses and time.monotonic() >= deadline):
             try:
-                responses += self._loops[0].run(deadline - time.monotonic())
+                responses += self._loops[0].run(deadline - time.monotonic(), self.should_end_poll)
             except FloatingPointError as error:
                 raise EngineError(
                     f"rollout: NaN logits in {error}, with weight version {self.weight_version} (the weights "

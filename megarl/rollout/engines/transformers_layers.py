@@ -108,7 +108,7 @@ class KVCache:
 
     It is transformers' `past_key_values`, of which attention layers call only `update`."""
 
-    def __init__(self, model: Any, experts: int) -> None:
+    def __init__(self, model: Any, experts: int, set_width: int = 0) -> None:
         config, dtype, device = model.config, model.dtype, model.device
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -130,6 +130,7 @@ class KVCache:
         self.states = {n: torch.zeros(state_shape, device=device) for n in sizes.linear}
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(0, 0, device=device)
+        self.sets = torch.zeros(0, 0, set_width, dtype=torch.int32, device=device)
         routing_shape = layers, config.num_experts_per_tok if experts else 0
         self.chosen = torch.zeros(0, 0, *routing_shape, dtype=torch.int16, device=device)
         self.prefilling, self.start = False, 0
@@ -203,7 +204,7 @@ class KVCache:
             cache[target, :, :columns] = cache[source, :, :columns]
         for state in (*self.inputs.values(), *self.states.values()):
             state[target] = state[source]
-        for tensor in (self.tokens, self.logprobs, self.chosen):
+        for tensor in (self.tokens, self.logprobs, self.chosen, self.sets):
             tensor[target, :columns] = tensor[source, :columns]
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -224,7 +225,7 @@ class KVCache:
             for layer, old in states.items():
                 states[layer] = F.pad(old, (0, 0) * (old.dim() - 1) + (0, self.rows - old_rows))
         self.tokens, self.logprobs = grow(self.tokens, 1), grow(self.logprobs, 1)
-        self.chosen = grow(self.chosen, 1)
+        self.chosen, self.sets = grow(self.chosen, 1), grow(self.sets, 1)
         heads, device = self.kv_heads, self.tokens.device
         self.starts = torch.arange(self.rows, device=device) * self.columns
         self._starts_of_heads = torch.arange(self.rows * heads, device=device).view(-1, heads) * self.columns

@@ -25,14 +25,18 @@ def select_kl_cov(
     logprobs: Tensor,
     random_numbers: Tensor,
     runtime: Runtime,
+    *,
+    share: float,
 ) -> Tensor:
     """Select the configured share of tokens, at least one, by largest covariance, bool [T].
 
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     token_indices = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, token_indices, logprobs, runtime)
-    is_chosen = find_among_largest(runtime, covariance, random_numbers[token_indices], _share(config, count))
-    return _mark(batch, token_indices[is_chosen])
+    is_chosen = find_among_largest(
+        runtime, covariance, random_numbers[token_indices], count_share(share, count)
+    )
+    return mark_tokens(batch, token_indices[is_chosen])
 
 
 def select_clip_cov(
@@ -42,6 +46,10 @@ def select_clip_cov(
     logprobs: Tensor,
     random_numbers: Tensor,
     runtime: Runtime,
+    *,
+    share: float,
+    low: float,
+    high: float,
 ) -> Tensor:
     """Select at random tokens with low < cov_t < high that PPO does not clip, bool [T].
 
@@ -52,12 +60,12 @@ def select_clip_cov(
     ratio = log_ratio(new, old, torch.ones_like(token_indices, dtype=torch.bool)).exp()
     advantage = batch["advantages"][token_indices].double()
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
-    in_bounds = (covariance > config.covariance.low) & (covariance < config.covariance.high)
+    in_bounds = (covariance > low) & (covariance < high)
     token_indices = token_indices[in_bounds & ~clipped.too_low & ~clipped.too_high]
     is_chosen = find_among_largest(
-        runtime, random_numbers[token_indices], random_numbers[token_indices], _share(config, count)
+        runtime, random_numbers[token_indices], random_numbers[token_indices], count_share(share, count)
     )
-    return _mark(batch, token_indices[is_chosen])
+    return mark_tokens(batch, token_indices[is_chosen])
 
 
 def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tensor:
@@ -75,11 +83,12 @@ def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtim
     return (advantage - mean_advantage) * (new - mean_logprob), count
 
 
-def _share(config: AlgorithmConfig, count: float) -> int:
-    return max(1, int(config.covariance.share * count))
+def count_share(share: float, count: float) -> int:
+    return max(1, int(share * count))
 
 
-def _mark(batch: TrainBatch, tokens: Tensor) -> Tensor:
+def mark_tokens(batch: TrainBatch, tokens: Tensor) -> Tensor:
+    """Return which tokens are among these positions, bool [T]."""
     selected = torch.zeros(batch.num_tokens, dtype=torch.bool)
     selected[tokens] = True
     return selected

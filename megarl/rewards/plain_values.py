@@ -1,0 +1,72 @@
+"""Exchange plain Python values with a process that nobody trusts.
+
+JSON with one tag for each type that it lacks. Nothing is unpickled, and no received object has methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class UnknownValueError(Exception):
+    """A value is not plain, or a message describes none."""
+
+
+def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
+    """Return what JSON can hold.
+
+    keep: stores another object and returns its handle; without it such objects raise UnknownValueError."""
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (str, int):
+        if isinstance(value, plain):
+            return plain(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, list):
+        return [encode(item, keep) for item in value]
+    if isinstance(value, tuple | set | frozenset):
+        tag = next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind))
+        return {tag: [encode(item, keep) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    as_list = getattr(value, "tolist", None)  # numpy
+    if callable(as_list) and not isinstance(value, type):
+        return encode(as_list(), keep)
+    if keep is None:
+        raise UnknownValueError(type(value).__name__)
+    return {"handle": keep(value)}
+
+
+def decode(message: Any, find: Callable[[int], Any] | None = None) -> Any:
+    """Return the value of a message. find: returns the object of a handle.
+
+    Raises UnknownValueError, TypeError, ValueError or RecursionError for other messages."""
+    if isinstance(message, list):
+        return [decode(item, find) for item in message]
+    if not isinstance(message, dict):
+        return message
+    if len(message) != 1:
+        raise UnknownValueError("a message has not one tag")
+    ((tag, content),) = message.items()
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](decode(item, find) for item in content)
+    if tag == "dict":
+        return {decode(key, find): decode(item, find) for key, item in content}
+    if tag == "float":
+        return float(content)
+    if tag == "complex":
+        real, imaginary = (decode(part) for part in content)
+        return complex(real, imaginary)
+    if tag == "bytes":
+        return bytes.fromhex(content)
+    if tag == "handle" and find is not None:
+        return find(content)
+    raise UnknownValueError(f"unknown tag {tag!r}")

@@ -1,0 +1,118 @@
+"""Names of the hub in `megarl data show`, `plan`, `config check`, `convert`, `eval` and `train`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.config.hub import RECORD, local_inputs
+from megarl.training.checkpoint import list_fixed_settings
+from tests.cli.scene import Scene
+from tests.hub_server import HubServer, Repository, folder_files, serve_hub, use_hub
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("model.path=Tiny/Qwen", "data.train=[owner/sums]", "data.eval=['owner/sums:train']")
+
+
+@pytest.fixture
+def hub(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[HubServer]:
+    with serve_hub() as server:
+        server.models["Tiny/Qwen"] = model = Repository()
+        model.push(folder_files(scene.folder / "model"))
+        server.datasets["owner/sums"] = sums = Repository()
+        sums.push({"train.jsonl": (scene.folder / "train.jsonl").read_bytes()})
+        use_hub(monkeypatch, server.url, tmp_path / "cache")
+        yield server
+
+
+def printed(scene: Scene, *arguments: str) -> str:
+    assert scene.capsys is not None
+    scene.capsys.readouterr()
+    assert main(arguments) == 0
+    return scene.capsys.readouterr().out
+
+
+def test_commands_that_only_read(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
+    config = str(scene.config)
+    text = printed(scene, "config", "check", config, *NAMES)
+    assert "the configuration is valid; without a download its files were not checked: " in text
+    assert "config.json" in printed(scene, "plan", config, *NAMES)
+    assert hub.downloads() == ["config.json"]
+    text = printed(scene, "data", "show", config, *NAMES, "--rows", "1")
+    assert text.startswith("data: 9 of 9 rows used") and "What is 0 + 0?" in text
+    assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
+    printed(scene, "convert", "to-megatron", "Tiny/Qwen", str(tmp_path / "converted"))
+    assert len([name for name in hub.downloads() if name.endswith(".safetensors")]) == 1
+    assert (tmp_path / "converted" / ".metadata").is_file()
+    assert printed(scene, "config", "check", config, *NAMES).endswith("the configuration is valid\n")
+    line = scene.refused("convert", "to-megatron", "Tiny/None", str(tmp_path / "other"))
+    assert line.startswith("HF_DIR: Tiny/None: no such folder, and the hub has no public model of that name")
+    assert not (scene.folder / "run").exists()
+
+
+def test_example(scene: Scene, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of examples/hub_names.yaml, in a repository with GSM8K's folders."""
+    monkeypatch.chdir(tmp_path)
+    hub.models["Qwen/Qwen2.5-0.5B-Instruct"] = hub.models["Tiny/Qwen"]
+    hub.datasets["openai/gsm8k"] = gsm8k = Repository()
+    rows = (scene.folder / "train.jsonl").read_bytes()
+    gsm8k.push({f"main/{split}-00000-of-00001.jsonl": rows for split in ("train", "test")})
+    example = str(ROOT / "examples" / "hub_names.yaml")
+    for options in ((), ("--eval",)):
+        text = printed(scene, "data", "show", example, *options, "--rows", "1")
+        assert text.startswith("data: 9 of 9 rows used") and "within \\boxed{}." in text
+    readme = (ROOT / "examples" / "README.md").read_text()
+    assert "megarl train examples/hub_names.yaml" in readme
+
+
+def test_plan_of_a_known_model_needs_no_hub(
+    scene: Scene, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, hub.url, tmp_path / "cache", offline=True)
+    sizes = ("model.path=Qwen/Qwen2.5-0.5B-Instruct@v1", "parallel.device=cuda", "parallel.tp=1")
+    assert "known sizes of Qwen2.5-0.5B" in printed(scene, "plan", str(scene.config), *sizes)
+
+
+def test_settings_of_a_checkpoint_have_the_commit(
+    scene: Scene, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the same for a cache in another place."""
+    settings = []
+    for cache in ("cache", "moved"):
+        use_hub(monkeypatch, hub.url, tmp_path / cache)
+        settings.append(list_fixed_settings(local_inputs(load_config(scene.config, NAMES))))
+    assert settings[0] == settings[1]
+    commit = hub.models["Tiny/Qwen"].revisions["main"]
+    assert settings[0]["model.path"] == f"Tiny/Qwen@{commit}"
+    assert settings[0]["data.train"] == [
+        f"owner/sums@{hub.datasets['owner/sums'].revisions['main']}:train.jsonl"
+    ]
+
+
+@pytest.mark.slow
+def test_train_resumes_at_its_commit(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
+    """Newer commits of both repositories do not change a run; nor does `megarl eval` use them."""
+    run = scene.folder / "run"
+    command = ("train", str(scene.config), *NAMES, "parallel.tp=1", "checkpoint.every=1", "log.report=false")
+    printed(scene, *command)
+    record = json.loads((run / RECORD).read_text())
+    commit = hub.models["Tiny/Qwen"].revisions["main"]
+    assert record["model Tiny/Qwen"]["commit"] == commit
+    assert f"path: Tiny/Qwen@{commit}" in (run / "config.yaml").read_text()
+    hub.models["Tiny/Qwen"].push({"config.json": b"{}", "model.safetensors": b""})
+    hub.datasets["owner/sums"].push({"train.jsonl": b""})
+    asked = len(hub.requests)
+    printed(scene, *command, "steps=2")
+    assert len(hub.requests) == asked
+    printed(scene, "eval", str(run / "config.yaml"), "--checkpoint", str(run))
+    line = scene.refused(
+        "train", str(scene.config), *NAMES, "model.path=Tiny/Qwen@main", "parallel.tp=1", "steps=1"
+    )
+    assert "has done 2 already" in line

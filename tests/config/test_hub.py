@@ -1,0 +1,357 @@
+"""Names of the hub in place of paths, through the real client and a local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import hub, load_config
+from megarl.config.errors import ConfigError
+from megarl.config.hub import RECORD, HubName, local_inputs, parse_name, pin_names, pinned
+from megarl.config.hub_splits import choose_files, find_splits
+from megarl.config.schema import Config
+from megarl.data.columns import columns_to_read, find_answer, find_prompt
+from megarl.data.readers import file_rows
+from megarl.weights.tensor_files import CARRIED
+from tests.hub_server import TOKEN, HubServer, Repository, folder_files, serve_hub, use_hub
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+# Grade school math
+"""
+
+
+def parquet(*rows: dict[str, str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows)), sink)
+    return bytes(sink.getvalue())
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("hub") / "model", "qwen2", max_shard_bytes=100_000)
+    files = folder_files(folder)
+    never = (
+        "pytorch_model.bin",
+        "modeling_own.py",
+        "tokenizer_own.py",
+        "consolidated.safetensors",
+        "README.md",
+    )
+    return files | dict.fromkeys(never, b"import this")
+
+
+@pytest.fixture
+def server(model_files: dict[str, bytes]) -> Iterator[HubServer]:
+    with serve_hub() as server:
+        server.models["Tiny/Qwen2.5-0.5B"] = model = Repository()
+        model.push(model_files)
+        server.datasets["openai/gsm8k"] = gsm8k = Repository()
+        row = {"question": "1 + 1?", "answer": "#### 2"}
+        names = ("main/train-00000-of-00002", "main/train-00001-of-00002", "main/test-00000-of-00001")
+        tables = {f"{name}.parquet": parquet(row | {"question": name}) for name in names}
+        gsm8k.push({"README.md": CARD, **tables, "socratic/train-00000-of-00001.parquet": parquet(row)})
+        yield server
+
+
+@pytest.fixture
+def cache(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    use_hub(monkeypatch, server.url, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def make_config(tmp_path: Path, *overrides: str, train: str = "openai/gsm8k:main/train") -> Config:
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        f"{{recipe: dapo, run_dir: {tmp_path}/run, steps: 1, model: {{path: Tiny/Qwen2.5-0.5B}}, "
+        f"data: {{train: ['{train}'], eval: [{{path: 'openai/gsm8k:main', name: gsm8k}}]}}}}"
+    )
+    return load_config(file, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", "main", "")),
+        ("Qwen/Qwen3-4B@refs/pr/1", ("Qwen/Qwen3-4B", "refs/pr/1", "")),
+        ("openai/gsm8k:main/train", ("openai/gsm8k", "main", "main/train")),
+        ("openai/gsm8k@v1:main/x.parquet", ("openai/gsm8k", "v1", "main/x.parquet")),
+        *(
+            (text, None)
+            for text in ("a/b.jsonl", "a/b.gguf", "/a/b", "./a/b/c", "a", "a/b/c", "../a", "a/..")
+        ),
+        *(
+            (text, None)
+            for text in ("models/Qwen2.5-7B", "data/x", "runs/demo", "here/is", "o/n:../../x.jsonl")
+        ),
+    ],
+)
+def test_names_and_paths(
+    text: str, found: tuple[str, str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Existing files and folders are paths."""
+    monkeypatch.chdir(tmp_path)
+    Path("here/is").mkdir(parents=True)
+    name = parse_name(Path(text), "dataset", "key")
+    assert (name and (name.repository, name.revision, name.part)) == found
+    if name:
+        assert parse_name(Path(name.text), "dataset", "key") == name
+
+
+def test_downloads_only_what_a_run_reads(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    given = make_config(tmp_path)
+    config = local_inputs(given, given.run_dir / RECORD)
+    commit = server.models["Tiny/Qwen2.5-0.5B"].revisions["main"]
+    assert config.model.path == cache / "models--Tiny--Qwen2.5-0.5B" / "snapshots" / commit
+    found = {path.name for path in config.model.path.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < found
+    assert len([name for name in found if name.endswith(".safetensors")]) > 1
+    assert not [name for name in found if name.endswith((".bin", ".py", ".md")) or "consolidated" in name]
+    rows = [row for entry in config.data.train for _, row in file_rows(entry.path or Path())]
+    assert [row["question"] for row in rows if isinstance(row, dict)] == [
+        "main/train-00000-of-00002",
+        "main/train-00001-of-00002",
+    ]
+    [held_out] = config.data.eval
+    assert (held_out.name, str(held_out.path).endswith("main/test-00000-of-00001.parquet")) == ("gsm8k", True)
+    assert not [name for name in server.downloads() if "socratic" in name]
+    # Its own configuration file is pinned to the commits, and a second start asks the hub nothing.
+    asked = len(server.requests)
+    assert local_inputs(pin_names(config)) is not config
+    written = pin_names(config)
+    assert str(written.model.path) == f"Tiny/Qwen2.5-0.5B@{commit}"
+    assert "main/train-00001-of-00002.parquet" in str(written.data.train[1].path)
+    asked = len(server.requests)
+    assert local_inputs(given, given.run_dir / RECORD) == config
+    assert len(server.requests) == asked
+
+
+def test_a_run_keeps_its_revision(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    given = make_config(tmp_path)
+    first = local_inputs(given, given.run_dir / RECORD)
+    newer = server.models["Tiny/Qwen2.5-0.5B"].push({"config.json": b"{}", "model.safetensors": b""})
+    assert local_inputs(given, given.run_dir / RECORD) == first
+    assert local_inputs(given, None, first=False).model.path.name == newer
+    older = first.model.path.name
+    chosen = make_config(tmp_path, f"model.path=Tiny/Qwen2.5-0.5B@{older}")
+    assert local_inputs(chosen).model.path == first.model.path
+    record = json.loads((given.run_dir / RECORD).read_text())
+    assert record["model Tiny/Qwen2.5-0.5B"]["commit"] == older
+
+
+def test_other_ranks_wait_for_the_record(
+    server: HubServer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = make_config(tmp_path)
+    monkeypatch.setattr(hub, "RECORD_LIMIT", 0.1)
+    with pytest.raises(hub.WaitTimeout, match=r"rank 0 has not written it within 0\.1 s"):
+        local_inputs(given, given.run_dir / RECORD, first=False)
+    first = local_inputs(given, given.run_dir / RECORD)
+    assert local_inputs(given, given.run_dir / RECORD, first=False) == first
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "model.path=Tiny/None",
+            "model.path: Tiny/None: no such folder, and the hub has no public model of that",
+        ),
+        (
+            "model.path=Tiny/Qwen2.5-0.5B@v9",
+            "model.path: Tiny/Qwen2.5-0.5B@v9: has no revision v9 (name a branch",
+        ),
+        (
+            "model.path=Tiny/Gated",
+            "model.path: Tiny/Gated: is gated (accept its terms at {url}/Tiny/Gated, and set",
+        ),
+        (
+            "model.path=Tiny/Pickle",
+            "model.path: Tiny/Pickle: has neither model.safetensors nor model.safetens",
+        ),
+        (
+            "model.path=Tiny/x:y",
+            "model.path: Tiny/x:y: a model has no part after a colon (write owner/name or",
+        ),
+        (
+            "data.train=['openai/gsm8k:main/dev']",
+            "data.train[0]: openai/gsm8k:main/dev: has no main/dev (write one of",
+        ),
+        (
+            "data.train=[openai/gsm8k]",
+            "data.train[0]: openai/gsm8k: has several splits (write one of :main/train, ",
+        ),
+        (
+            "data.train=[openai/none]",
+            "data.train[0]: openai/none: no such file, and the hub has no public dataset",
+        ),
+    ],
+)
+def test_errors(overrides: str, line: str, server: HubServer, cache: Path, tmp_path: Path) -> None:
+    server.models["Tiny/Gated"] = gated = Repository(gated=True)
+    server.models["Tiny/Pickle"] = pickle = Repository()
+    gated.push({"config.json": b"{}", "model.safetensors": b""})
+    pickle.push({"config.json": b"{}", "pytorch_model.bin": b""})
+    with pytest.raises(ConfigError) as error:
+        local_inputs(make_config(tmp_path, overrides))
+    assert str(error.value).startswith(line.format(url=server.url))
+
+
+def test_without_the_hub(
+    server: HubServer,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The cache suffices, with HF_HUB_OFFLINE and if the hub cannot be reached."""
+    given = make_config(tmp_path)
+    use_hub(monkeypatch, server.url, cache, offline=True)
+    with pytest.raises(ConfigError, match=r"it is not in the hub's cache .* HF_HUB_OFFLINE is set"):
+        local_inputs(given)
+    use_hub(monkeypatch, server.url, cache)
+    first = local_inputs(given)
+    asked = len(server.requests)
+    use_hub(monkeypatch, server.url, cache, offline=True)
+    assert local_inputs(given) == first == local_inputs(given, cached_only=True)
+    assert len(server.requests) == asked
+    use_hub(monkeypatch, "http://127.0.0.1:9", cache)  # the port of discard
+    capsys.readouterr()
+    assert local_inputs(given) == first
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"model.path: a/b: .* cannot be reached.* \(connect, give a local path"
+    ):
+        local_inputs(make_config(tmp_path, "model.path=a/b"))
+    use_hub(monkeypatch, server.url, cache, offline=True)
+    next(first.model.path.glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="safetensors is not in the hub's cache"):
+        local_inputs(given)
+
+
+def test_a_broken_download_continues(
+    server: HubServer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    content = bytes(range(256)) * 4096
+    server.models["Tiny/Large"] = large = Repository()
+    large.push({"config.json": b"{}", "model.safetensors": content})
+    server.broken.add("model.safetensors")
+    config = local_inputs(make_config(tmp_path, "model.path=Tiny/Large"))
+    assert (config.model.path / "model.safetensors").read_bytes() == content
+    ranges = [
+        range for method, path, range in server.requests if method == "GET" and path.endswith("l.safetensors")
+    ]
+    assert len(ranges) == 2 and ranges[1] is not None and int(ranges[1].split("=")[1].split("-")[0]) > 0
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from megarl.config.hub import local_folder
+print(local_folder(Path(sys.argv[1]), "model.path"))
+"""
+
+
+def test_two_processes_download_once(server: HubServer, tmp_path: Path) -> None:
+    """Each reads HF_ENDPOINT, HF_HOME and HF_TOKEN, as a user sets them."""
+    server.models["Tiny/Gated"] = gated = Repository(gated=True)
+    gated.push({"config.json": b"{}", "model.safetensors": b"x" * 1_000_000})
+    environment = os.environ | {
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": TOKEN,
+    }
+    environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", SCRIPT, "Tiny/Gated"]
+    processes = [
+        subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1] and outputs[0].startswith(f"{tmp_path}/home/hub/models--Tiny--Gated")
+    assert sorted(server.downloads()) == ["config.json", "model.safetensors"]
+
+
+def test_converted_copy(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    """A set with a script, or in another format, is read from the hub's parquet copy."""
+    server.datasets["owner/script"] = repository = Repository()
+    repository.push({"script.py": b"raise SystemExit", "train.json": b"[]"})
+    row = {"0": {"from": "human", "value": "1 + 1?"}, "1": {"ground_truth": {"value": "2"}}}
+    copied = parquet(row)  # type: ignore[arg-type]
+    commit = repository.push({"default/train/0000.parquet": copied}, branch="refs/convert/parquet")
+    config = local_inputs(make_config(tmp_path, train="owner/script"))
+    path = config.data.train[0].path
+    assert path is not None and commit in path.parts
+    assert pinned(path) == Path(f"owner/script@{commit}:default/train/0000.parquet")
+    [(_, found)] = file_rows(path, columns_to_read(config.data, None))
+    assert isinstance(found, dict)  # the two turns of Open-Reasoner-Zero
+    assert find_prompt(found, config.data, path)[1] == "1 + 1?"
+    assert find_answer(found, config.data, path)[1] == "2"
+    del server.datasets["owner/script"].revisions["refs/convert/parquet"]
+    with pytest.raises(ConfigError, match=r"has no .parquet or .jsonl file"):
+        local_inputs(make_config(tmp_path, train="owner/script:train"))
+
+
+@pytest.mark.parametrize(
+    ("files", "part", "held_out", "found"),
+    [
+        (["data/dapo-math-17k.parquet"], "", False, ["data/dapo-math-17k.parquet"]),
+        (["train.jsonl", "test.jsonl"], "", False, ["train.jsonl"]),
+        (["train.jsonl", "test.jsonl"], "", True, ["test.jsonl"]),
+        (
+            ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+            "test",
+            False,
+            ["data/test-00000-of-00001.parquet"],
+        ),
+        (
+            ["a/train/0000.parquet", "a/train/0001.parquet", "b/train/0000.parquet"],
+            "a/train",
+            False,
+            ["a/train/0000.parquet", "a/train/0001.parquet"],
+        ),
+        (["algebra/train.parquet", "geometry/train.parquet"], "algebra", False, ["algebra/train.parquet"]),
+        (["x.csv", "y.jsonl"], "y.jsonl", False, ["y.jsonl"]),
+        (["algebra/train.parquet", "geometry/train.parquet"], "", False, "has several splits"),
+        (["x.csv"], "", False, "has no .parquet or .jsonl file"),
+        (["d/partial-train/0000.parquet"], "", False, "the hub has converted only the first part of train"),
+        (["train-00000-of-00002.parquet"], "", False, "train-of-00002: 1 of 2 files are there"),
+    ],
+)
+def test_splits(files: list[str], part: str, held_out: bool, found: list[str] | str) -> None:
+    chosen = choose_files(find_splits(files, {}), files, part, held_out=held_out)
+    assert chosen[: len(found)] == (tuple(found) if isinstance(found, list) else found)
+
+
+def test_model_files_are_those_that_exports_copy(tmp_path: Path) -> None:
+    """No file that an export carries along is left out."""
+    for pattern in CARRIED:
+        name = pattern.replace("*", "") + ".json" if pattern.endswith("*") else pattern.replace("*", "x")
+        assert hub.MODEL_FILES.fullmatch(name), name
+
+
+def test_id_has_the_kind() -> None:
+    names = [HubName("model", "a/b"), HubName("dataset", "a/b"), HubName("dataset", "a/b", held_out=True)]
+    assert len({name.id for name in names}) == 3

@@ -1,0 +1,280 @@
+"""Attacks by programs that a policy writes, on the machine and on their own grades.
+
+They run outside a verifier's process, so that only the confinement of the programs protects."""
+
+# ruff: noqa: E501 (programs are one line each)
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.rewards import VerifierPool, zygote
+from megarl.rewards.programs import Limits, ProgramError, Programs
+from megarl.rewards.sandbox import can_confine
+from megarl_tasks.code_verifier import CodeVerifier
+
+LIMITS = Limits(cpu=1, wall=10, memory_mib=512)
+SECRET = 918273645
+C = "import ctypes; c = ctypes.CDLL(None, use_errno=True); "
+
+pytestmark = pytest.mark.skipif(not can_confine(), reason="needs Landlock and seccomp")
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    programs = Programs()
+    yield programs
+    programs.close()
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[CodeVerifier]:
+    verifier = CodeVerifier(timeout=4.0)
+    yield verifier
+    verifier.close()
+
+
+# Each prints something that a program must not reach.
+REACHES = {
+    "a file of the system": "print(open('/etc/passwd').read())",
+    "a file of the user": "print(open(sys.argv[1] if len(sys.argv) > 1 else PATH).read())",
+    "a folder": "print(os.listdir('/'))",
+    "its own environment": "print(open('/proc/self/environ').read(), 1)",
+    "its own memory": "open('/proc/self/mem', 'rb'); print(1)",
+    "its parent's environment": "print(open(f'/proc/{os.getppid()}/environ').read(), 1)",
+    "its parent's descriptors": "print(os.listdir(f'/proc/{os.getppid()}/fd'))",
+    "a file outside its folder": "open('/tmp/megarl-program-outside', 'w').write('x'); print(1)",
+    "a folder in its path": "open(sys.path[-1] + '/json.py', 'a'); print(1)",
+    "a connection": "socket.socket().connect(('127.0.0.1', int(PORT))); print(1)",
+    "a datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9)); print(1)",
+    "a socket of the system": "socket.socket(socket.AF_UNIX); print(1)",
+    "a signal to its parent": "os.kill(os.getppid(), 0); print(1)",
+    "a signal to all": "os.kill(-1, 0); print(1)",
+    "another process": "os.fork(); print(1)",
+    "a program": "print(subprocess.run(['true']))",
+    "another program in its place": "os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
+    "a process by libc": C + "print(1) if c.fork() >= 0 else sys.exit(1)",
+    "its parent as a debugger": C + "print(1) if not c.ptrace(16, os.getppid(), None, None) else sys.exit(1)",
+    "a namespace": C + "print(1) if not c.unshare(0x10000000) else sys.exit(1)",
+    "a large file": "open('f', 'wb').write(bytes(200 << 20)); print(1)",
+    "a mode": "open('f', 'w'); os.chmod('f', 0o4755); print(1)",
+    "10 GB of memory": "x = bytes(10 << 30); print(1)",
+    "higher limits": "resource.setrlimit(resource.RLIMIT_CPU, (99, 99)); print(1)",
+    "many open files": "fs = [open(os.devnull) for _ in range(500)]; print(1)",
+}
+IMPORTS = "import os, sys, socket, subprocess, resource\n"
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_a_program_reaches_nothing_beyond_its_folder(programs: Programs, name: str, tmp_path: Path) -> None:
+    (tmp_path / "tests.jsonl").write_text("expected")
+    places = f"PATH, PORT = {str(tmp_path / 'tests.jsonl')!r}, 9\n"
+    output = programs.run(IMPORTS + places + REACHES[name], "", LIMITS)
+    assert (output.text, output.timed_out) == ("", False) and output.code != 0
+    assert programs.run("print(2)", "", LIMITS).text == "2\n"
+
+
+def test_some_of_these_attacks_work_outside() -> None:
+    """Else they would show nothing."""
+    for name in ("a file of the system", "its own environment", "another process", "a program", "a mode"):
+        code = IMPORTS + REACHES[name]
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd="/tmp")
+        assert done.stdout.strip(), name
+    Path("/tmp/f").unlink()
+
+
+def test_a_folder_of_its_own_and_nothing_left_of_it(programs: Programs) -> None:
+    write = "open('f', 'w').write('mine'); import os; os.makedirs('a/b'); print(open('f').read())"
+    assert programs.run(write, "", LIMITS).text == "mine\n"
+    assert programs.run("import os; print(os.listdir('.'))", "", LIMITS).text == "[]\n"
+
+
+ENDLESS = {
+    "a loop": "while True: pass",
+    "a loop that cannot be interrupted": "while True:\n try:\n  while True: pass\n except BaseException: pass",
+    "a fork bomb": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+    "threads": "import threading\ndef f():\n while True: pass\nfor _ in range(50): threading.Thread(target=f).start()",
+    "memory": "x = []\nwhile True:\n try: x.append(bytes(1 << 20))\n except MemoryError: pass",
+    "files": "import os\nn = 0\nwhile True: n += 1; os.mkdir(str(n))",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_program_ends(programs: Programs, name: str) -> None:
+    output = programs.run(ENDLESS[name], "", LIMITS)
+    assert output.code < 0 and not output.text
+    assert programs.run("print(2)", "", LIMITS).text == "2\n"
+
+
+def test_endless_output_ends(programs: Programs) -> None:
+    output = programs.run("while True: print('x' * 1000)", "", LIMITS._replace(cpu=60, wall=60))
+    assert output.text is None and output.code < 0
+
+
+def test_a_daemon_ends(programs: Programs) -> None:
+    code = "import os, time, signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
+    code += (
+        "try: os.setsid()\nexcept OSError: pass\nprint(os.getpid(), flush=True)\nos.close(1)\ntime.sleep(99)"
+    )
+    output = programs.run(code, "", LIMITS._replace(wall=1))
+    assert output.timed_out and output.text and not Path(f"/proc/{output.text.strip()}").exists()
+
+
+def test_a_program_never_has_more_than_its_limits(programs: Programs) -> None:
+    code = "import resource as r\nprint(r.getrlimit(r.RLIMIT_DATA), r.getrlimit(r.RLIMIT_CPU))"
+    assert programs.run(code, "", LIMITS).text == f"{(512 << 20, 512 << 20)} {(1, 1)}\n"
+    code = "import os; print(len(os.environ.get('HOME', '')), 'MEGARL' in str(os.environ))"
+    assert programs.run(code, "", LIMITS).text == "0 False\n"
+
+
+# ---- grades ----
+
+SEARCH = f"""
+import gc, inspect, sys, ctypes
+def f(x):
+    found = []
+    def look(value, depth=0):
+        if value == {SECRET + 1} - 1: found.append(value)
+        if depth < 6 and isinstance(value, (list, tuple, set)): [look(v, depth + 1) for v in value]
+        if depth < 6 and isinstance(value, dict): [look(v, depth + 1) for v in list(value.values())]
+        if isinstance(value, str) and str({SECRET + 1} - 1) in value: found.append({SECRET + 1} - 1)
+    frame = sys._getframe()
+    while frame:
+        look(dict(frame.f_locals)); look(dict(frame.f_globals)); frame = frame.f_back
+    found = [v for v in found if v is not None]
+    for o in gc.get_objects():
+        try: look(o)
+        except Exception: pass
+    return found[0] if found else 0
+"""
+FAKES = {
+    "sys.exit while loading": "import sys; sys.exit(0)",
+    "sys.exit": "import sys\ndef f(x): sys.exit(0)",
+    "os._exit while loading": "import os; os._exit(0)",
+    "os._exit": "import os\ndef f(x): os._exit(0)",
+    "SystemExit": "def f(x): raise SystemExit",
+    "AssertionError": "def f(x): raise AssertionError",
+    "StopIteration": "def f(x): raise StopIteration",
+    "GeneratorExit": "def f(x): raise GeneratorExit",
+    "__eq__": "class E:\n def __eq__(s, o): return True\n def __hash__(s): return 0\ndef f(x): return E()",
+    "__eq__ of an int": "class E(int):\n def __eq__(s, o): return True\n def __ne__(s, o): return False\n"
+    " __hash__ = int.__hash__\ndef f(x): return E(1)",
+    "__eq__ of a list": "class E(list):\n def __eq__(s, o): return True\ndef f(x): return E()",
+    "__bool__ and __eq__ of an attribute": "class E:\n def __getattr__(s, n): return True\n"
+    " def __call__(s, *a): return True\ndef f(x): return E()",
+    "builtins": "import builtins\nfor n in ('len', 'isinstance', 'getattr', 'all', 'sum', 'repr', 'compile'):\n"
+    " setattr(builtins, n, lambda *a, **k: True)\ndef f(x): return True",
+    "json": "import json\njson.dumps = lambda *a, **k: 'true'\njson.loads = lambda *a, **k: [1, 0, [], {}]\n"
+    "def f(x): return 1",
+    "markers on every descriptor": "import os\nfor n in range(64):\n try: os.write(n, b'true\\n[true]\\n')\n"
+    " except OSError: pass\ndef f(x): return 1",
+    "markers at the call": "import os\ndef f(x):\n for n in range(64):\n  try: os.write(n, b'true\\n')\n"
+    "  except OSError: pass",
+    "its caller's frame": "import sys\ndef f(x):\n frame = sys._getframe()\n while frame:\n"
+    "  for n in ('passed', 'results', 'value', 'expected'): frame.f_locals[n] = True\n  frame = frame.f_back",
+    "a trace": "import sys\nsys.settrace(lambda *a: None); sys.setprofile(lambda *a: None)\ndef f(x): return 1",
+    "exec and import hooks": "import sys\nsys.modules.clear()\nsys.meta_path.clear()\ndef f(x): return 1",
+    "handles": 'import os\ndef f(x):\n os.write(4, b\'{"value": {"handle": 0}, "arguments": []}\\n\')',
+    "deep nesting": "def f(x):\n v = []\n for _ in range(10**5): v = [v]\n return v",
+    "many digits": "def f(x): return 10**100000",
+    "a search of its memory": SEARCH,
+}
+FORMATS = {
+    "calls": json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": [SECRET, SECRET]}),
+    "assertions": json.dumps([f"assert f(1) == {SECRET}", f"assert {SECRET} == f(2)"]),
+    "check": json.dumps(
+        {"entry_point": "f", "test": f"def check(candidate):\n    assert candidate(1) == {SECRET}"}
+    ),
+    "near": json.dumps([f"import math\nassert math.isclose(f(1), {SECRET}.5)", f"assert {SECRET} in [f(1)]"]),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", FAKES)
+def test_no_fake_earns_a_test(verifier: CodeVerifier, name: str, kind: str) -> None:
+    verdict = verifier(f"```python\n{FAKES[name]}\n```", FORMATS[kind])
+    assert (verdict.correct, verdict.score, verdict.graded) == (False, 0.0, True), verdict
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_right_answer_earns_all(verifier: CodeVerifier, kind: str) -> None:
+    value = f"{SECRET}.5 if near else {SECRET}"
+    near = "import math\n" if kind == "near" else ""
+    reference = FORMATS[kind].replace(f"assert {SECRET} in [f(1)]", f"assert {SECRET}.5 in [f(1)]")
+    answer = f"near = {bool(near)}\ndef f(x): return {value}"
+    assert verifier(f"```python\n{answer}\n```", reference).correct
+
+
+def test_expected_output_never_enters_a_script(verifier: CodeVerifier) -> None:
+    search = SEARCH.replace("def f(x)", "def f(x=0)") + "\nprint(f())"
+    reference = json.dumps({"inputs": ["1\n"], "outputs": [f"{SECRET}\n"]})
+    assert verifier(f"```python\n{search}\n```", reference).score == 0
+    assert verifier(f"```python\nprint({SECRET})\n```", reference).score == 1
+
+
+def test_programs_in_a_pool(tmp_path: Path) -> None:
+    """Hostile answers neither end its processes nor change the next verdict."""
+    marker = f"megarl-test-{uuid.uuid4().hex}"
+    reference, right = FORMATS["calls"], f"```python\ndef f(x): return {SECRET}\n```"
+    fakes = [f"```python\n{FAKES[name]}\n```" for name in ("os._exit", "__eq__", "builtins")]
+    fakes.append(f"```python\nopen('/tmp/{marker}', 'w')\ndef f(x): return 1\n```")
+    with VerifierPool("megarl_tasks.code_verifier:verify", 1, timeout=20.0) as pool:
+        verdicts = pool.verify([(text, reference) for fake in fakes for text in (fake, right)])
+        [pid] = pool.pids
+        assert [verdict.correct for verdict in verdicts] == [False, True] * len(fakes)
+        assert pool.verify([(right, reference)])[0].correct and pool.pids == [pid]
+    assert not Path(f"/tmp/{marker}").exists()
+
+
+def test_a_killed_starter_is_started_again(programs: Programs) -> None:
+    assert programs.run("print(1)", "", LIMITS).text == "1\n"
+    assert programs._zygote is not None
+    programs._zygote.kill()
+    programs._zygote.wait()
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            assert programs.run("print(1)", "", LIMITS).text == "1\n"
+            break
+        except ProgramError:
+            continue
+
+
+def test_without_confinement_no_program_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel without Landlock: refused, unless the user allows it."""
+    module = tmp_path / "sitecustomize_zygote.py"
+    module.write_text(
+        "import sys, megarl.rewards.sandbox as s; s.landlock_version = lambda: 0\n"
+        "from megarl.rewards.zygote import main\nmain()\n"
+    )
+    monkeypatch.setattr(
+        "megarl.rewards.programs._BOOT",
+        f"import sys; sys.path[:] = sys.argv[3:]; exec(open({str(module)!r}).read())",
+    )
+    refusing, allowing = Programs(), Programs(allow_unconfined=True)
+    try:
+        with pytest.raises(ProgramError, match="Landlock and seccomp"):
+            refusing.run("print(1)", "", LIMITS)
+        assert allowing.run("print(1)", "", LIMITS).text == "1\n"
+    finally:
+        refusing.close()
+        allowing.close()
+
+
+def test_the_starter_knows_no_program() -> None:
+    """Programs are read by its children alone, from descriptors."""
+    code = Path(zygote.__file__).read_text()
+    assert (
+        "json.load(file)" in code.split("def _run", 1)[1]
+        and "json.load(file)" not in code.split("def _run")[0]
+    )
+    assert os.path.basename(zygote.__file__) == "zygote.py"

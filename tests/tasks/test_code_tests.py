@@ -1,0 +1,285 @@
+"""The tests of programs: formats of data sets, rules of comparison, and verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.schema import DataConfig
+from megarl.data.columns import find_answer
+from megarl.rewards.plain_values import UnknownValueError, decode, encode
+from megarl.rewards.verdict import UnusableError
+from megarl_tasks.code_tests import (
+    Assertions,
+    Calls,
+    Script,
+    last_program,
+    read_tests,
+    same_output,
+    same_result,
+    same_value,
+)
+from megarl_tasks.code_verifier import CodeVerifier
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[CodeVerifier]:
+    verifier = CodeVerifier(timeout=10.0)
+    yield verifier
+    verifier.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("first\n```python\n1\n```\nthen\n``` Python3\n2\n```\nend", "2\n"),
+        ("```python\n1\n```\n```\noutput\n```", "1\n"),
+        ("```py\r\n1\r\n```", "1\n"),
+        ("```python\n1\n```\n```python\n2", "1\n"),
+        ("```python\n```", "\n"),
+        ("```\n1\n```", None),
+        ("```c\n1\n```", None),
+        ("print(1)", None),
+        ("```python\nprint(1)", None),
+        ("", None),
+    ],
+)
+def test_the_last_program(text: str, program: str | None) -> None:
+    assert last_program(text) == program
+
+
+CASES = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
+CALLS = {"inputs": [[1, [2]], [3, []]], "outputs": [3, [4]], "fn_name": "f"}
+
+
+@pytest.mark.parametrize(
+    ("reference", "tests"),
+    [
+        (CASES, Script(["1\n", "2\n"], ["2\n", "3\n"])),
+        (json.dumps(CASES), Script(["1\n", "2\n"], ["2\n", "3\n"])),
+        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, Script(["1\n2"], ["3"])),
+        (CALLS, Calls("f", [[1, [2]], [3, []]], [3, [4]])),
+        (
+            [{"input": "1\n[2]", "output": "3", "metadata": {"func_name": "f"}, "testtype": "functional"}],
+            Calls("f", [[1, [2]]], [3]),
+        ),
+        ([{"input": "1", "output": "3", "testtype": "stdin_stdout"}], Script(["1"], ["3"])),
+        (["assert f(1) == 2", "assert f(2) == 3"], Assertions("", ["assert f(1) == 2", "assert f(2) == 3"])),
+        (["import math", "assert f(1) == 2"], Assertions("\nimport math", ["assert f(1) == 2"])),
+        (
+            {"test_list": ["assert f(1) == 2"], "test_setup_code": "x = 1", "test_imports": ["import re"]},
+            Assertions("x = 1\nimport re", ["assert f(1) == 2"]),
+        ),
+        (
+            {"test": "def check(candidate):\n    assert candidate(1)", "entry_point": "f"},
+            Assertions("def check(candidate):\n    assert candidate(1)", ["check(candidate)"], "f"),
+        ),
+        (
+            {"test": "from solution import f\n\ndef test_one():\n    assert f(1)"},
+            Assertions("from solution import f\n\ndef test_one():\n    assert f(1)", ["test_one()"]),
+        ),
+        (
+            {"test": "import math\nassert f(1)\nassert f(2)"},
+            Assertions("\nimport math", ["assert f(1)", "assert f(2)"]),
+        ),
+    ],
+)
+def test_formats(reference: Any, tests: Any) -> None:
+    assert read_tests(json.dumps(reference)) == tests
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *("", "12", "{}", "[]", "null", '{"inputs": ["1"], "outputs": []}', '{"inputs": [], "outputs": []}'),
+        *('{"inputs": 1, "outputs": 1}', '["assert f("]', '["import math"]', '{"test": "def check("}'),
+        *("[[[1]]]", '{"inputs": ["x"], "outputs": [1], "fn_name": "f"}', "[" * 10**5, "f(1) == 2"),
+    ],
+)
+def test_unusable_references(verifier: CodeVerifier, reference: str) -> None:
+    """They are found before the response is looked at, and are nobody's fault."""
+    with pytest.raises(UnusableError, match="the reference h"):
+        verifier("no program", reference)
+
+
+def test_tests_in_a_row() -> None:
+    """Objects and lists become JSON; `####` in tests is no answer of GSM8K."""
+    hashes = {"inputs": ["1"], "outputs": ["####\n5"]}
+    for answer in (CASES, CALLS, hashes, ["assert f(1) == 2"], json.dumps(hashes)):
+        row = {"prompt": "q", "answer": answer}
+        _, text = find_answer(row, DataConfig(), None)  # type: ignore[arg-type]
+        assert json.loads(text) == (json.loads(answer) if isinstance(answer, str) else answer)
+    _, text = find_answer({"answer": "so 2\n#### 5"}, DataConfig(), None)  # type: ignore[arg-type]
+    assert text == "5"
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("\n1  2 \r\n3\n\n", "1 2\n3", True),
+        ("1\n2\n3", "1 2\n3", False),
+        ("1 2\n\n3", "1 2\n3", False),
+        ("", "", True),
+        ("", "1", False),
+        ("1", "", False),
+        ("0.33333333", "0.333333", True),
+        ("0.3333", "0.333333", False),
+        ("2", "2.0", True),
+        ("2.0", "2", False),
+        ("1e3", "1000.0", True),
+        ("1000000.5", "1000000.6", True),
+        ("nan", "nan", True),
+        ("nan", "1.0", False),
+        ("inf", "1e999", False),
+        ("yes", "Yes", False),
+        ("Infinity", "1.5", False),
+        ("1_0.0", "10.0", False),
+        ("e", "1e0", False),
+    ],
+)
+def test_outputs(output: str, expected: str, same: bool) -> None:
+    assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ((1, [2, (3,)]), [1, [2, [3]]], True),
+        ([1, 2], [2, 1], False),
+        ({1: "a", "b": (2,)}, {"1": "a", "b": [2]}, True),
+        ({1: "a"}, {"1": "a", "2": "b"}, False),
+        (0.1 + 0.2, 0.3, True),
+        (3, 3.0, True),
+        (3.0, 3, True),
+        (10**400, 1.0, False),
+        (10**18 + 1, 10**18, False),
+        (True, True, True),
+        (True, 1, False),
+        (1, True, False),
+        (0, None, False),
+        (None, None, True),
+        ("1", 1, False),
+        ({1, 2}, [1, 2], False),
+        (math.nan, 1.0, False),
+    ],
+)
+def test_values(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected) is same
+    assert same_result(value, [expected]) is (same or same_value(value, [expected]))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.sets(st.integers())
+        | st.frozensets(st.text())
+    ),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_plain_values_survive(value: Any) -> None:
+    found = decode(json.loads(json.dumps(encode(value))))
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("message", [{}, {"a": 1, "b": 2}, {"eval": "1"}, {"handle": 1}, [{"object": []}]])
+def test_other_messages_are_refused(message: Any) -> None:
+    with pytest.raises(UnknownValueError):
+        decode(message)
+    with pytest.raises(UnknownValueError):
+        encode(object())
+
+
+def grade(verifier: CodeVerifier, code: str, reference: Any) -> tuple[bool, float | None]:
+    verdict = verifier(f"Here:\n```python\n{code}\n```\n", json.dumps(reference))
+    assert verdict.error is None and verdict.graded
+    return verdict.correct, verdict.score
+
+
+STACK = "class Stack:\n def __init__(s): s.l = []\n"
+STACK += " def push(s, x): s.l.append(x)\n def pop(s): return s.l.pop()\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reference", "score"),
+    [
+        ("print(int(input()) + 1)", CASES, 1),
+        ("print(2)", CASES, 0.5),
+        ("print(2); 1 / 0", CASES, 0),
+        ("print(2); import sys; sys.exit(1)", CASES, 0),
+        ("import sys\nfor l in sys.stdin: print(int(l) + 1)\nsys.exit()", CASES, 1),
+        ("import atexit\natexit.register(lambda: print(int(input()) + 1))", CASES, 1),
+        (
+            "import threading\nthreading.Thread(target=lambda: print(int(input()) + 1)).start()",
+            CASES,
+            1,
+        ),
+        ("print(open(0).read().strip().replace('2', '3').replace('1', '2'))", CASES, 1),
+        ("if __name__ == '__main__': print(int(input()) + 1)", CASES, 1),
+        ("syntax error", CASES, 0),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", CASES, 0),
+        ("def f(a, b): return a + sum(b) if b else [4]", CALLS, 1),
+        ("class Solution:\n def f(self, a: int, b: List[int]) -> int: return 3", CALLS, 0.5),
+        ("def f(a, b):\n if not b: raise ValueError\n return 3", CALLS, 0.5),
+        ("import os\ndef f(a, b):\n if a == 1: os._exit(0)\n return 4", CALLS, 0.5),
+        ("def f(a, b):\n while a == 1: pass\n return 4", CALLS, 0.5),
+        ("def g(a, b): return 3", CALLS, 0),
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"], 0.5),
+        ("def f(x): return x + 1", ["import math", "assert math.isclose(f(1), 2.0)"], 1),
+        ("def f(x):\n while x == 1: pass\n return 3", ["assert f(1) == 2", "assert f(2) == 3"], 0.5),
+        ("def f(x): x.sort()", ["x = [2, 1]\nf(x)\nassert x == [1, 2]"], 1),
+        ("def f(x): return {1: (2, {3})}", ["assert f(0) == {1: (2, {3})}", "assert f(0)[1][0] == 2"], 1),
+        ("def f(x): raise KeyError(x)", ["try:\n f(1)\n assert False\nexcept KeyError: pass"], 1),
+        (STACK, ["s = Stack()\ns.push(3)\nassert s.pop() == 3", "s.push(4)\nassert s.l == [4]"], 1),
+        ("A = [1]\ndef f(x=1): return A", ["assert f(x=2) == A == [1]"], 1),
+        (
+            "def f(x): return x * 2",
+            {
+                "test": "def check(candidate):\n  for i in range(9): assert candidate(i) == 2 * i",
+                "entry_point": "f",
+            },
+            1,
+        ),
+        (
+            "def f(x): return x * 2",
+            {
+                "test": "from solution import f\n"
+                "def test_a(): assert f(1) == 2\ndef test_b(): assert f(1) == 3"
+            },
+            0.5,
+        ),
+    ],
+)
+def test_scores(verifier: CodeVerifier, code: str, reference: Any, score: float) -> None:
+    assert grade(verifier, code, reference) == (score == 1, score)
+
+
+def test_all_or_nothing() -> None:
+    verifier = CodeVerifier(all_or_nothing=True)
+    try:
+        assert grade(verifier, "print(2)", CASES) == (False, 0.0)
+        assert grade(verifier, "print(int(input()) + 1)", CASES) == (True, 1.0)
+        assert grade(verifier, "def f(a, b): return 3", CALLS) == (False, 0.0)
+    finally:
+        verifier.close()
+
+
+@pytest.mark.parametrize(
+    "response", ["", "print(1)", "<think>```python\n1\n```", "```python\n" + "1\n" * 40000 + "```"]
+)
+def test_no_program_is_wrong(verifier: CodeVerifier, response: str) -> None:
+    verdict = verifier(response, json.dumps(CASES))
+    assert (verdict.correct, verdict.score, verdict.graded, verdict.error) == (False, 0.0, True, None)
