@@ -101,6 +101,22 @@ def test_settings_of_a_checkpoint_have_the_commit(
 
 
 @pytest.mark.slow
+def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
+    """Of other models config.json, and no training data."""
+    model = folder_files(scene.folder / "model")
+    hub.models["Tiny/Teacher"] = teacher = Repository()
+    teacher.push({**model, "config.json": model["config.json"] + b"\n"})
+    hub.datasets["owner/tests"] = tests = Repository()
+    tests.push({"test.jsonl": (scene.folder / "train.jsonl").read_bytes()})
+    names = (*NAMES[:2], "data.eval=[owner/tests]", "teacher.path=Tiny/Teacher", "parallel.tp=1")
+    hub.requests.clear()
+    printed(scene, "eval", str(scene.config), *names, "evaluation.samples=1", f"run_dir={tmp_path}/run")
+    downloads = hub.downloads()
+    assert "test.jsonl" in downloads and "train.jsonl" not in downloads
+    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (2, 1)
+
+
+@pytest.mark.slow
 def test_each_node_downloads_after_the_nodes_have_met(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
     """Caches of their own: a download longer than --limit does not end the check of the nodes."""
     with socket.socket() as probe:
