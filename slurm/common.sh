@@ -13,6 +13,7 @@
 #   MEGARL_MOUNTS        SOURCE:TARGET,... that the container sees beside $MEGARL_HOME, which it always does
 #   MEGARL_LOGS          default: $MEGARL_HOME/slurm_logs/JOBID
 #   MEGARL_LIMIT         seconds for each wait of the preflight (60)
+#   MEGARL_DOWNLOAD      seconds that a node may take to download what the configuration names on the Hugging Face hub (0)
 #   MEGARL_HOST_MEMORY, MEGARL_DISK, MEGARL_BANDWIDTH   what a node must have at least: GiB, GiB, GB/s (on
 #                        GPUs what `megarl plan` says of memory and disk)
 #   MEGARL_WAIT          seconds to wait for a job that still writes into run_dir (500; at 360 a silent one is taken for dead)
@@ -69,14 +70,14 @@ megarl_once() {
 megarl_prepare() {
     megarl_say "job $SLURM_JOB_ID, attempt $megarl_attempt, on $SLURM_JOB_NODELIST"
     # shellcheck disable=SC2016  # expanded on the node
-    timeout --kill-after=10 $((MEGARL_LIMIT * 3 + 120)) \
+    timeout --kill-after=10 $((MEGARL_LIMIT * 3 + 120 + ${MEGARL_DOWNLOAD:-0})) \
         "$BASH" -c "$(declare -f megarl_srun); megarl_srun \"\$@\"" - bash -c '
             exec "$MEGARL_PYTHON" -P -m megarl preflight "${@:8}" --node "$SLURM_NODEID" --nodes "$1" --ranks "$MEGARL_RANKS" \
                 --host "$2" --port "$3" --limit "$4" --host-memory "$5" --disk "$6" --bandwidth "$7"' - \
         "$SLURM_JOB_NUM_NODES" "$megarl_first" "$((megarl_port + 1))" "$MEGARL_LIMIT" \
         "${MEGARL_HOST_MEMORY:-0}" "${MEGARL_DISK:-0}" "${MEGARL_BANDWIDTH:-0}" "$@"
     local code=$?
-    [ "$code" -ne 124 ] || megarl_say "preflight: some node has not even started it (srun hangs, sinfo -R: ask for other nodes; or the container's image is still being fetched: give a .sqsh file)"
+    [ "$code" -ne 124 ] || megarl_say "preflight: some node has not even started it (srun hangs, sinfo -R: ask for other nodes; or the container's image is still being fetched: give a .sqsh file; or a download takes longer: set MEGARL_DOWNLOAD)"
     if [ "$code" -ne 0 ]; then
         megarl_say "preflight failed: mend the nodes, or leave them out: sbatch --exclude=NODE ..."
         exit 2

@@ -11,7 +11,7 @@ from typer import Option
 from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.cli.ranks import checks_packages
 from megarl.config import Config, load_config
-from megarl.config.hub import RECORD, local_inputs
+from megarl.config.hub import RECORD, describe_models, find_names, local_inputs
 
 PLANNED = "0: on GPUs the estimate of `megarl plan`"
 
@@ -36,23 +36,19 @@ def preflight(
     """Check the nodes of a job before its ranks start: run on each of them, as slurm/ does.
 
     The first one also checks the configuration. The exit code is 2 if there is a problem."""
-    from megarl.parallel.machine import (
-        GIB,
-        broken_transformer_engine,
-        cudnn_problem,
-        engine_import_problem,
-    )
+    from megarl.parallel.machine import GIB
     from megarl.parallel.node_checks import NodeNeeds, NodePlace, check_nodes
     from megarl.parallel.runtime import choose_device
     from megarl.schedule.preflight import preflight as check_run
 
     config = load_config(path, overrides)
-    config = local_inputs(config, config.run_dir / RECORD, first=node == 0)
     place = NodePlace(node, nodes, host, port, limit)
-    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
+    # Nodes need different times for a download, so it follows the checks in which they meet.
+    has_names = bool(find_names(config))
+    notes = check_run(config, str(path), world=nodes * ranks) if node == 0 and not has_names else []
     cuda = choose_device(config.parallel.device).type == "cuda"
     # The plan assumes the processes of a GPU job.
-    host_bytes, disk_bytes = planned_needs(config, nodes * ranks) if cuda else (0.0, 0.0)
+    host_bytes, disk_bytes = planned_needs(describe_models(config), nodes * ranks) if cuda else (0.0, 0.0)
     needs = NodeNeeds(
         folder=config.run_dir,
         devices=ranks if cuda else 0,
@@ -60,15 +56,10 @@ def preflight(
         disk_bytes=disk * GIB or disk_bytes,
         bandwidth=bandwidth,
     )
-    # Broken packages would stop the ranks only after all have started.
-    package_problems = (
-        engine_import_problem(config.rollout.engine),
-        broken_transformer_engine(),
-        cudnn_problem() if cuda and config.model.layers != "portable" else None,
-    )
-    findings = check_nodes(
-        place, needs, node_versions(cuda), problems=[line for line in package_problems if line]
-    )
+    findings = check_nodes(place, needs, node_versions(cuda), problems=broken_packages(config, cuda))
+    if has_names and not findings.problems:
+        config = local_inputs(config, config.run_dir / RECORD, first=node == 0)
+        notes = check_run(config, str(path), world=nodes * ranks) if node == 0 else []
     if node == 0 or any(line.startswith(f"{place.name}: ") for line in findings.problems):
         for line in findings.problems:
             print(f"preflight: {line}", file=sys.stderr, flush=True)
@@ -76,6 +67,18 @@ def preflight(
         for line in (*notes, *findings.notes, "all nodes are fit"):
             print(f"preflight: {line}", flush=True)
     return 2 if findings.problems else 0
+
+
+def broken_packages(config: Config, cuda: bool) -> list[str]:
+    """Return problems of packages, which would stop the ranks only after all have started."""
+    from megarl.parallel.machine import broken_transformer_engine, cudnn_problem, engine_import_problem
+
+    problems = (
+        engine_import_problem(config.rollout.engine),
+        broken_transformer_engine(),
+        cudnn_problem() if cuda and config.model.layers != "portable" else None,
+    )
+    return [line for line in problems if line]
 
 
 def planned_needs(config: Config, world: int) -> tuple[float, float]:

@@ -140,6 +140,7 @@ def local_inputs(
     first: bool = True,
     tokenizer_only: bool = False,
     cached_only: bool = False,
+    only: tuple[str, ...] = (),
 ) -> Config:
     """Download what the names of a configuration need, and return it with local paths.
 
@@ -149,8 +150,11 @@ def local_inputs(
         first: this process adds names to `record`; others wait until it has done so
         tokenizer_only: of models only the actor's tokenizer and config.json
         cached_only: as with HF_HUB_OFFLINE
+        only: prefixes of keys whose names are replaced; (): all
     Raises ConfigError, and WaitTimeout after a limit."""
     names = find_names(config)
+    if only:
+        names = {place: name for place, name in names.items() if name.key.startswith(only)}
     if tokenizer_only:
         names = {place: name for place, name in names.items() if name.kind == "dataset" or name.key == ACTOR}
     if not names:

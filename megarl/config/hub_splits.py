@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -72,9 +71,20 @@ def _declared_splits(files: Sequence[str], card: Mapping[str, Any]) -> Splits:
             if isinstance(entry, dict):
                 split, patterns = str(entry.get("split", TRAIN)), entry.get("path", ())
             for pattern in patterns if isinstance(patterns, list) else [patterns]:
-                matches = [file for file in files if fnmatchcase(file, str(pattern).removeprefix("./"))]
+                glob = _compile(str(pattern).removeprefix("./"))
+                matches = [file for file in files if glob.fullmatch(file)]
                 splits.setdefault((name, split), []).extend(sorted(matches))
     return {place: tuple(dict.fromkeys(group)) for place, group in splits.items() if group}
+
+
+def _compile(glob: str) -> re.Pattern[str]:
+    """Return the pattern of a glob as `datasets` reads it: `*` within a folder, `**` across folders."""
+    pattern = ""
+    for part in re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", glob):
+        wildcard = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
+        is_set = part.startswith("[") and part.endswith("]")
+        pattern += wildcard or (part.replace("[!", "[^", 1) if is_set else re.escape(part))
+    return re.compile(pattern)
 
 
 def _place(file: str) -> tuple[str, str]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +98,52 @@ def test_settings_of_a_checkpoint_have_the_commit(
     assert settings[0]["data.train"] == [
         f"owner/sums@{hub.datasets['owner/sums'].revisions['main']}:train.jsonl"
     ]
+
+
+@pytest.mark.slow
+def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
+    """Of other models config.json, and no training data."""
+    model = folder_files(scene.folder / "model")
+    hub.models["Tiny/Teacher"] = teacher = Repository()
+    teacher.push({**model, "config.json": model["config.json"] + b"\n"})
+    hub.datasets["owner/tests"] = tests = Repository()
+    tests.push({"test.jsonl": (scene.folder / "train.jsonl").read_bytes()})
+    names = (*NAMES[:2], "data.eval=[owner/tests]", "teacher.path=Tiny/Teacher", "parallel.tp=1")
+    hub.requests.clear()
+    printed(scene, "eval", str(scene.config), *names, "evaluation.samples=1", f"run_dir={tmp_path}/run")
+    downloads = hub.downloads()
+    assert "test.jsonl" in downloads and "train.jsonl" not in downloads
+    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_each_node_downloads_after_the_nodes_have_met(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
+    """Caches of their own: a download longer than --limit does not end the check of the nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = (f"--port={port}", "--nodes=2", "--limit=120", "parallel.device=cpu")
+    nodes = []
+    for i in range(2):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / f"home{i}")}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        command = ("preflight", str(scene.config), *NAMES, *options, f"--node={i}")
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "megarl", *command],
+                env=environment,
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for i, process in enumerate(nodes):
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+        [weights] = (tmp_path / f"home{i}").glob("hub/models--*/snapshots/*/model.safetensors")
+        assert weights.parent.name == hub.models["Tiny/Qwen"].revisions["main"]
 
 
 @pytest.mark.slow

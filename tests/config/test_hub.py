@@ -314,6 +314,18 @@ def test_converted_copy(server: HubServer, cache: Path, tmp_path: Path) -> None:
         local_inputs(make_config(tmp_path, train="owner/script:train"))
 
 
+def test_a_star_of_the_readme_stays_in_its_folder() -> None:
+    """`*` must not take the files of another configuration, which lie deeper."""
+    files = ["train-1.jsonl", "hard/train-1.jsonl", "hard/deep/train-1.jsonl", "x/a-1.jsonl", "x/b-2.jsonl"]
+    configs = {"plain": "./*.jsonl", "hard": "hard/**/*.jsonl", "set": "x/[!b]-?.jsonl", "all": "**"}
+    card = {"configs": [{"config_name": name, "data_files": glob} for name, glob in configs.items()]}
+    splits = find_splits(files, card)
+    assert splits["plain", "train"] == ("train-1.jsonl",)
+    assert splits["hard", "train"] == ("hard/deep/train-1.jsonl", "hard/train-1.jsonl")
+    assert splits["set", "train"] == ("x/a-1.jsonl",)
+    assert splits["all", "train"] == tuple(sorted(files))
+
+
 @pytest.mark.parametrize(
     ("files", "part", "held_out", "found"),
     [
