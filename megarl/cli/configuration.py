@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -143,6 +144,8 @@ def describe_key(key: str, field: FieldInfo) -> KeyDescription:
     def to_yaml(value: Any) -> str:
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(to_yaml, value))}]"
+        if isinstance(value, str) and "\n" in value:  # in one line, which YAML would fold
+            return json.dumps(value, ensure_ascii=False)
         return dump_yaml({"": value}).partition(":")[2].strip()
 
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

@@ -710,7 +710,7 @@ class TestContradictions:
         "recipe=sft algorithm.kl_weight=0.1": "algorithm.kl_weight: recipe sft",
         "algorithm.kl_estimator=k2": "algorithm.kl_estimator: has no effect while algorithm.kl_weight is 0",
         "recipe=sft reward.terms.a.function=m:f": "reward.terms: recipe sft learns from given responses",
-        "reward.weight=0": "reward.weight: 0, and neither a term of reward.terms nor a reward model has a",
+        "reward.weight=0": "reward.weight: 0, and neither a term of reward.terms nor a judge or reward model",
         "reward.weight=0 reward.terms.a.function=m:f reward.terms.a.weight=0": "reward.weight: 0, and ",
         "reward.weight=0 reward.model.path=m reward.model.weight=0": "reward.weight: 0, and neither a term",
         "recipe=dapo reward.weight=0 reward.model.path=m rollout.dynamic_sampling.by=score": (

@@ -39,7 +39,7 @@ def test_a_verifiers_name_is_its_path() -> None:
         assert callable(getattr(import_module(module), function))
     with pytest.raises(
         ConfigError,
-        match=r"unknown verifier 'minerva' \(use code, code_all, dapo, math or package.module:fun",
+        match=r"unknown verifier 'minerva' \(use code, code_all, dapo, math, judge or package.module:fun",
     ):
         verifier_path("minerva")
 

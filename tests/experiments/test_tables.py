@@ -345,7 +345,9 @@ def test_every_file_of_the_folder_is_a_row() -> None:
         kinds = (".table.yaml", ".protocol.yaml", ".tasks.yaml")
         names = {f.name for f in (FOLDER / folder).glob("*.yaml") if not f.name.endswith(kinds)}
         files = {name for name in names if not name.startswith("ablation_")}  # bases and warm starts of rows
-        assert files == {row.config.name for _, row in ROWS if row.config.parent == folder}
+        rows = {row.config.name for _, row in ROWS if row.config.parent == folder}
+        # A method is a file and a row of config/methods.py: its preset may be in no table.
+        assert rows <= files if folder.name == "methods" else rows == files
     assert [row.name for row in TABLES["critic_free"].rows] == list(CRITIC_FREE)
     assert [row.name for row in TABLES["critic"].rows] == list(CRITIC)
     assert [row.name for row in TABLES["tppo"].rows] == list(TPPO)

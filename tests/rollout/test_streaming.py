@@ -486,7 +486,7 @@ def test_the_sampling_sets_of_an_answer(tmp_path: Path) -> None:
     params = SamplingParams(20, top_k=3, sampling_sets=True)
 
     def answered(sets: Any) -> TokenData:
-        answer = [5, 6], [-1.0, -2.0], "stop", [("4", 2)], None, sets
+        answer = [5, 6], [-1.0, -2.0], "stop", [("4", 2)], None, sets, NO_DRAFTS
         return engine._token_data(GenerationRequest((7,), 0, begun), answer, params)
 
     found = answered([[5], [4, 6]]).sampling_sets

@@ -103,6 +103,7 @@ def with_method_options(algorithm: type[T]) -> type[T]:
             __doc__=base.__doc__ if known else f"Options of the methods {name}.",
             **options,
         )
+        globals()[kind.__name__] = kind  # pickle finds a class by its module and name
         sections[name] = (kind, section(kind))
     return create_model(
         algorithm.__name__, __base__=algorithm, __module__=__name__, __doc__=algorithm.__doc__, **sections

@@ -41,7 +41,7 @@ class SeededVerification:
         """Return tokens by row of the logits, the number of new tokens, and rows of the accepted ones.
 
         Shapes: int32 [requests * width], [requests] and [requests, depth], -1 after the last one."""
-        from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
+        from sglang.srt.speculative.eagle_utils import verify_tree_greedy_func
 
         chosen, width = None, verify_input.draft_token_num
         if not batch.forward_mode.is_idle():
