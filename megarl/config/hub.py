@@ -406,7 +406,9 @@ def _list_files(name: HubName) -> Listing:
 def _cache_commit(name: HubName, commit: str) -> None:
     """Note the commit of a branch in the cache, as huggingface_hub does, to find it offline."""
     ref = name.cache / "refs" / name.revision
-    if name.revision != commit and not (ref.is_file() and ref.read_text() == commit):
+    if name.revision == commit or (ref.is_file() and ref.read_text() == commit):
+        return
+    with _lock(name):  # two processes would use the same partial file
         ref.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(ref, commit)
 
