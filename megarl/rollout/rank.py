@@ -123,27 +123,16 @@ class RolloutRank:
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
         if step > 0 and self.config.has_self_teacher:
-            batch["teacher_prompts"] = self._make_teacher_prompts(groups)
+            batch["teacher_prompts"] = make_teacher_prompts(self.config, groups, self.tokenizer, self.ranks)
         batch.records = make_records(step, shown_groups, self.tokenizer, self.config.log.samples)
         for sample in batch.samples:
             self.worker.graded.pop(sample.id, None)
         return batch
 
-    def _make_teacher_prompts(self, groups: Sequence[SampleGroup]) -> Tensor:
-        """Return the teacher's prompt of each response, which rank 0 makes: others lack the texts."""
-        prompts = list[list[int]]()
-        if self.controller is not None:
-            config, tokenizer = self.config.teacher, self.tokenizer
-            prompts = [make_teacher_prompt(group.prompt, config, tokenizer) for group in groups]
-        prompts = broadcast_from_rank_0(self.ranks, prompts, list[list[int]])
-        sizes = [len(group.samples) for group in groups]
-        return pad_teacher_prompts(prompts).repeat_interleave(torch.tensor(sizes), 0)
-
     def generate(
         self, requests: Sequence[GroupRequest], params: SamplingParams, *, whole: bool = False
     ) -> list[SampleGroup]:
         """Return one group per request, without reward terms. whole: rank 0 gets all tokens"""
-
         fetched_groups = list[SampleGroup]()
 
         async def decide(controller: Controller) -> StepGroups:
@@ -168,15 +157,7 @@ class RolloutRank:
         params = params or SamplingParams(
             rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
         )
-        requests = []
-        for problem_set in sets:
-            k, times_sampled = problem_set.samples, Counter[int]()
-            for problem in problem_set.problems:
-                first_index = times_sampled[problem.uid] * k
-                seeds = [evaluation_seed(self.config.seed, problem.uid, first_index + i) for i in range(k)]
-                requests.append(GroupRequest(problem, seeds))
-                times_sampled[problem.uid] += 1
-        groups = iter(self.generate(requests, params, whole=True))
+        groups = iter(self.generate(make_evaluation_requests(sets, self.config.seed), params, whole=True))
         return [(problem_set, list(islice(groups, len(problem_set.problems)))) for problem_set in sets]
 
     def collect_in_flight(
@@ -188,10 +169,9 @@ class RolloutRank:
     ) -> None:
         """Collect ordered steps while weights change, until an order asks for something else.
 
-        transfer  brings a weight version into the engines; called on all ranks
-        store     stores a step's batch; the third argument is the last step whose batch nobody needs;
-                  called on all ranks
-        on_keep_alive  called at each sign of life of the controller"""
+        transfer  brings a weight version into the engines
+        store     stores a step's batch; the third argument is the last step whose batch nobody needs
+        on_keep_alive  called at each sign of life of the controller; the others are called on all ranks"""
         limit, shown_groups = self.config.log.samples, list[SampleGroup]()
         is_stored, started = asyncio.Event(), 0.0
 
@@ -202,8 +182,7 @@ class RolloutRank:
                 shown_groups[:] = await controller.fetch(select_groups_to_show(result[0], limit))
                 outcome = self._make_outcome(*result, known=False)
                 outcome.idle = controller.take_idle_seconds()
-                forgotten = controller.take_forgotten()
-                message = m.StoreRollout(order.number, outcome, controller.done, forgotten)
+                message = m.StoreRollout(order.number, outcome, controller.done, controller.take_forgotten())
                 is_stored.clear()
                 await controller.pass_on(message)
                 # The stored state must be that of this moment: no group may be in the next batch yet.
@@ -237,8 +216,7 @@ class RolloutRank:
 
         self.worker.transfer, self.worker.store = join_transfer, store_batch
         self.worker.on_keep_alive = on_keep_alive
-        # Trainers wait for an engine's answer to an order.
-        self.engine.should_end_poll = self._has_order
+        self.engine.should_end_poll = self._has_order  # trainers wait for the answer to an order
         started = time.perf_counter()
         self._run_rollout(decide, ())
         self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
@@ -323,29 +301,23 @@ class RolloutRank:
 
     def snapshot(self) -> dict[str, Any]:
         """Return references to this rank's state, for `join_shares`."""
-        graded = {i: sample.data for i, sample in self.worker.graded.items()}
-        partials, controller = self.worker.partials, self.controller
+        controller, worker = self.controller, self.worker
+        graded, partials = {i: sample.data for i, sample in worker.graded.items()}, dict(worker.partials)
         if self.config.schedule.in_flight != "none":  # without tokens: batches follow each other closely
             graded, partials = {}, {}
-        if isinstance(controller, InFlightController):
-            returned = controller.pending_requests()
-            return {
-                "graded": {},
-                "partials": {},
-                "surplus": [],
-                "returned": returned,
-                "lengths": dict(controller.lengths),
-            }
         if controller is None:
             return {
                 "graded": {i: data and pack_journal(data) for i, data in graded.items()},
                 "partials": {i: pack_journal(data) for i, data in partials.items()},
             }
+        surplus, returned = list(controller.surplus), list(controller.returned)
+        if isinstance(controller, InFlightController):
+            surplus, returned = [], controller.pending_requests()
         return {
             "graded": graded,
-            "partials": dict(partials),
-            "surplus": list(controller.surplus),
-            "returned": list(controller.returned),
+            "partials": partials,
+            "surplus": surplus,
+            "returned": returned,
             "lengths": dict(controller.lengths),
         }
 
@@ -373,6 +345,31 @@ class RolloutRank:
         self.worker.threads.shutdown()
         self._context.term()
         self._loop.close()
+
+
+def make_evaluation_requests(sets: Sequence[ProblemSet], seed: int) -> list[GroupRequest]:
+    """Return a request per problem. A problem that occurs again gets further seeds."""
+    requests = []
+    for problem_set in sets:
+        k, times_sampled = problem_set.samples, Counter[int]()
+        for problem in problem_set.problems:
+            first_index = times_sampled[problem.uid] * k
+            seeds = [evaluation_seed(seed, problem.uid, first_index + i) for i in range(k)]
+            requests.append(GroupRequest(problem, seeds))
+            times_sampled[problem.uid] += 1
+    return requests
+
+
+def make_teacher_prompts(
+    config: Config, groups: Sequence[SampleGroup], tokenizer: Any, ranks: Ranks
+) -> Tensor:
+    """Return the teacher's prompt of each response, which rank 0 makes: others lack the texts."""
+    prompts = list[list[int]]()
+    if ranks.rank == 0:
+        prompts = [make_teacher_prompt(group.prompt, config.teacher, tokenizer) for group in groups]
+    prompts = broadcast_from_rank_0(ranks, prompts, list[list[int]])
+    sizes = [len(group.samples) for group in groups]
+    return pad_teacher_prompts(prompts).repeat_interleave(torch.tensor(sizes), 0)
 
 
 def get_controller_class(config: Config) -> type[Controller]:

@@ -267,24 +267,7 @@ class SGLangEngine(SGLangRequests):
             # Fusion would append these to routed experts' weights.
             arguments["disable_shared_experts_fusion"] = True
         is_cpu, family = self.device.type == "cpu", get_family(self.hf_config)
-        overrides: dict[str, Any] = {}
-        if rollout.weights_dtype == "fp8_block":
-            overrides["quantization_config"] = FP8_CONFIG
-        if family.is_latent:  # transformers does not write these to config.json
-            overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-            rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
-            if is_cpu and not rope.get("factor"):
-                # SGLang has only YaRN there (get_rope_cpu), which does not scale with factor 1.
-                positions = self.hf_config["max_position_embeddings"]
-                rope_parameters = {
-                    "rope_type": "yarn",
-                    "factor": 1.0,
-                    "original_max_position_embeddings": positions,
-                }
-                overrides["rope_parameters"] = rope_parameters
-        if family.is_linear:  # SGLang reads no `layer_types`
-            overrides["full_attention_interval"] = full_attention_interval(self.hf_config)
-        if overrides:
+        if overrides := self._model_overrides():
             arguments["json_model_override_args"] = json.dumps(overrides)
         if is_cpu:
             # SGLang's default caches take most of the memory.
@@ -305,6 +288,27 @@ class SGLangEngine(SGLangRequests):
         if has_draft(rollout):
             arguments |= self._draft_arguments(arguments)
         return arguments | rollout.engine_options
+
+    def _model_overrides(self) -> dict[str, Any]:
+        """Return keys of config.json that SGLang gets with other values."""
+        family, overrides = get_family(self.hf_config), dict[str, Any]()
+        if self.config.rollout.weights_dtype == "fp8_block":
+            overrides["quantization_config"] = FP8_CONFIG
+        if family.is_latent:  # transformers does not write these to config.json
+            overrides |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+            rope = self.hf_config.get("rope_scaling") or self.hf_config.get("rope_parameters") or {}
+            if self.device.type == "cpu" and not rope.get("factor"):
+                # SGLang has only YaRN there (get_rope_cpu), which does not scale with factor 1.
+                positions = self.hf_config["max_position_embeddings"]
+                rope_parameters = {
+                    "rope_type": "yarn",
+                    "factor": 1.0,
+                    "original_max_position_embeddings": positions,
+                }
+                overrides["rope_parameters"] = rope_parameters
+        if family.is_linear:  # SGLang reads no `layer_types`
+            overrides["full_attention_interval"] = full_attention_interval(self.hf_config)
+        return overrides
 
     def _draft_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults for a draft model, which transfers leave alone: its folder has its weights."""

@@ -284,8 +284,7 @@ class SGLangServers(SGLangRequests):
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineError if a server refuses a request."""
-        responses: list[tuple[int, TokenData]] = []
-        deadline = time.monotonic() + seconds
+        responses, deadline = list[tuple[int, TokenData]](), time.monotonic() + seconds
         while self._outstanding and self._failure is None:
             try:
                 number, task = self._ended.get(
@@ -336,9 +335,7 @@ class SGLangServers(SGLangRequests):
                     break
                 calls = [(server, rid) for server in self.pool.servers for rid in server.running]
                 if self.pool.router:  # it does not forward aborts
-                    routed_servers = [
-                        candidate for candidate in (*self.pool.own, *self.pool.others) if candidate.usable
-                    ]
+                    routed_servers = [s for s in (*self.pool.own, *self.pool.others) if s.usable]
                     calls += [(server, rid) for server in routed_servers for rid in self.pool.router.running]
                 await gather(abort(server, rid) for server, rid in calls if server is not self.pool.router)
                 await asyncio.wait(pending_tasks, timeout=0.5)
