@@ -548,8 +548,8 @@ def _window_problems(c: Config) -> Iterator[str]:
     if window >= r.max_response_tokens:
         what = f"{window} must be less than rollout.max_response_tokens {r.max_response_tokens}"
         yield f"rollout.window: {what} (lower it, or leave it out)"
-    if c.algorithm.surrogate == "fipo":
-        what = "fipo needs the rest of each response, which rollout.window cuts off"
+    if c.algorithm.surrogate in ("fipo", "vespo", "trust_region"):
+        what = f"{c.algorithm.surrogate} needs whole responses, which rollout.window cuts"
         yield f"algorithm.surrogate: {what} (choose another, or leave the window out)"
     if c.algorithm.window_tail >= window:
         what = f"must be less than rollout.window {window}"

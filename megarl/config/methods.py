@@ -70,6 +70,8 @@ def has_no_penalties(c: Any) -> str:
         ("reward.overlong.soft_punishment", r.overlong.soft_punishment),
         ("reward.model.weight", r.parts.get("model")),
         ("algorithm.kl_reward", a.kl_reward),
+        *((f"reward.terms.{name}.weight", term.weight) for name, term in r.terms.items()),
+        ("reward.judge.weight", r.judge_is_term and r.judge.weight < 0),
     ):
         if value:
             what = f"may make rewards negative, and algorithm.advantage {a.advantage} divides by their mean"
@@ -99,7 +101,7 @@ def has_advantages_of_responses(c: Any) -> str:
     if a.advantage in ("gae", "return", "otb"):
         what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
         return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
-    if c.has_teacher and not c.teacher.top_k:
+    if c.has_teacher and not c.teacher.is_in_loss:
         what = (
             f"a teacher's advantages differ by token, which algorithm.surrogate {a.surrogate} does not allow"
         )
@@ -122,6 +124,12 @@ def has_only_right_or_wrong(c: Any) -> str:
         what = f"{name} counts right responses, so the verifier's reward must be the only one, of weight 1"
         parts = ", ".join(f"{part} {weight:g}" for part, weight in r.parts.items())
         return f"algorithm.advantage: {what} (got {parts or 'none'})"
+    if r.verifier == "judge":
+        what = f"gives scores between 0 and 1, but {name} counts right responses (use a rule)"
+        return f"reward.verifier: judge {what}"
+    if c.rollout.environment is not None:
+        what = f"{name} counts right responses and reads no rewards of turns (choose another advantage)"
+        return f"algorithm.advantage: {what}"
     if a.pass_at_k.k >= c.rollout.group_size:
         what = f"must be < rollout.group_size {c.rollout.group_size}, as subsets would not differ"
         return f"algorithm.pass_at_k.k: {what} (got {a.pass_at_k.k})"

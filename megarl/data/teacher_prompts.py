@@ -34,8 +34,10 @@ def make_teacher_prompt(prompt: Prompt, config: TeacherConfig, tokenizer: Any) -
     such as the system message, stays as it is."""
     demonstration = find_demonstration(prompt, config.demonstration)
     question = prompt.question.strip()
+    if demonstration is None or not question or MARK in prompt.text:
+        return []
     before, found, after = prompt.text.rpartition(question)
-    if demonstration is None or not question or not found:
+    if not found:
         return []
     message = config.template.replace("{demonstration}", MARK).replace("{question}", question)
     if demonstration != MARK:

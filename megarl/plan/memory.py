@@ -125,7 +125,8 @@ def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     rollout = plan.config.rollout
     # Ids of sampling sets are further candidates, as top-k tokens are.
     sets = rollout.top_k if rollout.sampling_replay else 0
-    top_k = dict.fromkeys(("old_logprobs", "parity", "reference_logprobs", "teacher_advantages"), sets)
+    teachers = ("teacher_advantages", "teacher_logprobs")
+    top_k = dict.fromkeys(("old_logprobs", "parity", "reference_logprobs", *teachers), sets)
     top_k |= {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher + sets}
     return top_k.get(phase.name, 0)
 

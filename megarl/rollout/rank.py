@@ -153,10 +153,7 @@ class RolloutRank:
         Seeds do not depend on other sets. Raises DataError without problems."""
         if not any(problem_set.problems for problem_set in sets):
             raise DataError("data.eval: there is no problem to evaluate on (name a file that holds some)")
-        evaluation, rollout = self.config.evaluation, self.config.rollout
-        params = params or SamplingParams(
-            rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
-        )
+        params = params or make_evaluation_params(self.config)
         groups = iter(self.generate(make_evaluation_requests(sets, self.config.seed), params, whole=True))
         return [(problem_set, list(islice(groups, len(problem_set.problems)))) for problem_set in sets]
 
@@ -173,7 +170,7 @@ class RolloutRank:
         store     stores a step's batch; the third argument is the last step whose batch nobody needs
         on_keep_alive  called at each sign of life of the controller; the others are called on all ranks"""
         limit, shown_groups = self.config.log.samples, list[SampleGroup]()
-        is_stored, started = asyncio.Event(), 0.0
+        is_stored, started, prompts = asyncio.Event(), 0.0, list[Prompt]()  # prompts: with texts, on rank 0
 
         async def decide(controller: Controller) -> StepGroups:
             assert isinstance(controller, InFlightController)
@@ -183,6 +180,7 @@ class RolloutRank:
                 outcome = self._make_outcome(*result, known=False)
                 outcome.idle = controller.take_idle_seconds()
                 message = m.StoreRollout(order.number, outcome, controller.done, controller.take_forgotten())
+                prompts[:] = [group.prompt for group in result[0]]
                 is_stored.clear()
                 await controller.pass_on(message)
                 # The stored state must be that of this moment: no group may be in the next batch yet.
@@ -193,7 +191,7 @@ class RolloutRank:
 
         async def store_batch(message: m.StoreRollout) -> None:
             nonlocal started
-            groups = self._take_groups(message.outcome, message.outcome.prompts)
+            groups = self._take_groups(message.outcome, prompts or message.outcome.prompts)
             batch = self._make_batch(message.number, groups, shown_groups)
             batch.metrics, batch.errors = {**message.outcome.stats}, message.outcome.errors
             for sample_id in message.forget:
@@ -202,16 +200,11 @@ class RolloutRank:
             seconds |= {"rollout": now - started, "idle": message.outcome.idle}
             batch.metrics |= {f"inside/{part}": value for part, value in seconds.items()}
             started = now
-            stored = store(message.number, batch, message.done)
-            if self.controller is not None:
-                self.controller.orders_underway -= 1
-                await self.controller.hub.send(m.TRAINER, stored)
+            await self._answer_order(store(message.number, batch, message.done))
             is_stored.set()
 
         async def join_transfer(version: int) -> None:
-            if self.controller is not None:
-                self.controller.orders_underway -= 1
-                await self.controller.hub.send(m.TRAINER, m.TransferReady(version))
+            await self._answer_order(m.TransferReady(version))
             transfer(version)
 
         self.worker.transfer, self.worker.store = join_transfer, store_batch
@@ -220,6 +213,11 @@ class RolloutRank:
         started = time.perf_counter()
         self._run_rollout(decide, ())
         self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
+
+    async def _answer_order(self, answer: m.Message) -> None:
+        if self.controller is not None:
+            self.controller.orders_underway -= 1
+            await self.controller.hub.send(m.TRAINER, answer)
 
     def _has_order(self) -> bool:
         """Return whether the worker, or the controller before it, has an order to follow."""
@@ -347,6 +345,13 @@ class RolloutRank:
         self._loop.close()
 
 
+def make_evaluation_params(config: Config) -> SamplingParams:
+    evaluation, rollout = config.evaluation, config.rollout
+    return SamplingParams(
+        rollout.max_response_tokens, evaluation.temperature, evaluation.top_p, 0, rollout.stop
+    )
+
+
 def make_evaluation_requests(sets: Sequence[ProblemSet], seed: int) -> list[GroupRequest]:
     """Return a request per problem. A problem that occurs again gets further seeds."""
     requests = []
@@ -366,7 +371,9 @@ def make_teacher_prompts(
     """Return the teacher's prompt of each response, which rank 0 makes: others lack the texts."""
     prompts = list[list[int]]()
     if ranks.rank == 0:
-        prompts = [make_teacher_prompt(group.prompt, config.teacher, tokenizer) for group in groups]
+        # One token more than allowed shows that a prompt is too long.
+        limit = config.teacher.max_context_tokens + 1
+        prompts = [make_teacher_prompt(group.prompt, config.teacher, tokenizer)[:limit] for group in groups]
     prompts = broadcast_from_rank_0(ranks, prompts, list[list[int]])
     sizes = [len(group.samples) for group in groups]
     return pad_teacher_prompts(prompts).repeat_interleave(torch.tensor(sizes), 0)

@@ -86,6 +86,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     _check_training(config, where, layout, tokenizer, folder, critic or folder)
     if config.has_engine:
         _check_positions(config, where, folder)
+        _check_self_teacher(config, where, folder)
     if config.has_engine and not replay:
         _check_engine_layout(config, folder.config, device, world)
         get_verifier(config.reward.verifier)
@@ -370,6 +371,15 @@ def _check_engine_layout(
     world, rollout_ranks = _count_ranks(config, world), config.parallel.rollout_ranks
     engine_targets(config, hf_config, world - rollout_ranks, cpu=is_cpu)
     load_engine_class(config).check_engines(config, hf_config, device, (rollout_ranks or world) // tp)
+
+
+def _check_self_teacher(config: Config, where: str, folder: ModelFolder) -> None:
+    """Check that the longest context with a response fits: the actor reads it as its own teacher."""
+    positions = config.model.max_positions or folder.config.get("max_position_embeddings")
+    context, response = config.teacher.max_context_tokens, config.rollout.max_extent
+    if config.has_self_teacher and isinstance(positions, int) and context + response > positions:
+        what = f"{context} + {response} tokens exceed the {positions} positions of {folder.path} (lower it)"
+        raise ConfigError(f"{where}: teacher.max_context_tokens: {what}")
 
 
 def _check_positions(config: Config, where: str, folder: ModelFolder | ModelDescription) -> None:

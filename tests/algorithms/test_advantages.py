@@ -515,6 +515,8 @@ def test_the_energy_of_a_token_is_the_squared_norm_of_its_gradient() -> None:
                 expected[t] = total
     assert torch.allclose(found, expected, atol=1e-12)
     assert sampled_positions(mask, cu_seqlens)[mask].tolist() == [0, 1, 2, 0, 1, 2]
+    certain = torch.tensor([-6e-8] * 9), torch.ones(9) - 2e-7  # float32 numbers, rounded
+    assert (gradient_energy(*certain, mask, cu_seqlens) >= 0).all()
 
 
 def test_weighted_deviations_from_the_token_baseline_sum_to_zero() -> None:

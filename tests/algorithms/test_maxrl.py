@@ -66,6 +66,10 @@ def test_groups_without_a_success_have_no_advantage() -> None:
             "algorithm.kl_reward: may make rewards negative, and",
         ),
         (
+            "reward.terms={short: {function: 'a:b'}}",
+            "reward.terms.short.weight: may make rewards negative, and",
+        ),
+        (
             "rollout.group_size=1",
             "rollout.group_size: must be >= 2 for algorithm.advantage maxrl, which",
         ),

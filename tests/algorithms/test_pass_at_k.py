@@ -68,6 +68,7 @@ def test_groups_are_separate_and_may_be_smaller_than_k() -> None:
         ("reward.correct=2", "reward.correct: must be 1 for algorithm.advantage pass_at_k, which"),
         ("reward.overlong.soft_punishment=true", "algorithm.advantage: pass_at_k counts right responses, so"),
         ("reward.weight=0", "algorithm.advantage: pass_at_k counts right responses, so"),
+        ("rollout.environment=a:b", "algorithm.advantage: pass_at_k counts right responses and reads no"),
         ("algorithm.pass_at_k.k=16", "algorithm.pass_at_k.k: must be < rollout.group_size 16, as subsets"),
         ("algorithm.advantage=group", "algorithm.pass_at_k.k: has no effect with algorithm.advantage group"),
     ],

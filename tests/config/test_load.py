@@ -580,7 +580,10 @@ class TestContradictions:
             "rollout.continue_partial: has no effect with rollout.window"
         ),
         "recipe=tppo algorithm.surrogate=fipo": (
-            "algorithm.surrogate: fipo needs the rest of each response, which rollout.window cuts off"
+            "algorithm.surrogate: fipo needs whole responses, which rollout.window cuts"
+        ),
+        "recipe=tppo algorithm.surrogate=trust_region algorithm.dual_clip=0": (
+            "algorithm.surrogate: trust_region needs whole responses, which rollout.window cuts"
         ),
         "recipe=vapo rollout.group_size=1 update.share_prompts=true": (
             "update.share_prompts: has no effect with rollout.group_size 1 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,10 @@ def test_the_demonstration_is_in_the_last_user_message(tmp_path: Path, template:
     assert make("answer")[-len(expect("5")) :] == expect("5")
     assert make("extra_info.hint")[-len(expect("{x} 1+1")) :] == expect("{x} 1+1")
     assert make("extra_info.empty") == make("extra_info.absent") == []
+    for question in (" ", "2+3=?\ue000"):  # the mark of a sibling is in no question
+        prompt = replace(prompt, text=f"be brief{question}", question=question)
+        assert make("answer") == make("sibling") == []
+    prompt, tokenizer = read_one(tmp_path, template)
     shown = make("sibling")
     assert shown.count(SIBLING) == 1 and min(token for token in shown if token != SIBLING) >= 0
 

@@ -141,6 +141,22 @@ def test_each_method_takes_a_step(folder: Path, tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.slow
+def test_a_teacher_with_weights_in_flight(folder: Path, tmp_path: Path) -> None:
+    """Batches that arrive in flight bring the texts of their prompts."""
+    config = configure(
+        folder,
+        tmp_path / "run",
+        PRESETS["opsd"],
+        steps=3,
+        parallel={"tp": 1, "dp": 1, "rollout_ranks": 1},
+        schedule={"in_flight": "retract"},
+    )
+    train(config)
+    for record in read_records(config.run_dir):
+        assert record["teacher/missing"] == 0 and record["policy/taught"] == 1
+
+
+@pytest.mark.slow
 def test_a_resumed_average_is_bitwise_equal(folder: Path, tmp_path: Path) -> None:
     """A run that continues from step 2, here or at another layout, reads the average of its checkpoint."""
     whole = configure(folder, tmp_path / "whole", SDPO, steps=4)

@@ -15,7 +15,8 @@ def gradient_energy(logprobs: Tensor, squared_probs: Tensor, mask: Tensor, cu_se
 
     logprobs: of the sampled tokens, under the old policy [T]; squared_probs: sum_v p(v)^2 [T];
     mask: sampled tokens, bool [T], where the result is not 0"""
-    energy = torch.where(mask, 1 - 2 * logprobs.double().exp() + squared_probs.double(), 0.0)
+    energy = 1 - 2 * logprobs.double().exp() + squared_probs.double()
+    energy = torch.where(mask, energy.clamp(min=0), 0.0)  # float32 numbers may round it below 0
     return torch.where(mask, _running_sum(energy, cu_seqlens), 0.0)
 
 
