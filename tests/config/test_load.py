@@ -582,7 +582,7 @@ class TestContradictions:
         "recipe=tppo algorithm.surrogate=fipo": (
             "algorithm.surrogate: fipo needs whole responses, which rollout.window cuts"
         ),
-        "recipe=tppo algorithm.surrogate=trust_region algorithm.dual_clip=0": (
+        "recipe=tppo algorithm.surrogate=trust_region algorithm.dual_clip=0 algorithm.old_logprobs=engine": (
             "algorithm.surrogate: trust_region needs whole responses, which rollout.window cuts"
         ),
         "recipe=vapo rollout.group_size=1 update.share_prompts=true": (
