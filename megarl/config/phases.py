@@ -373,12 +373,17 @@ def select_stages(config: Config) -> tuple[str, ...]:
 def select_phases(config: Config, stage: str | None = None, *, first_step: bool = False) -> tuple[Phase, ...]:
     """Return the phases of a step in order, with their columns. Default: a later step of the main stage."""
     stage = config.main_stage if stage is None else stage
+    return tuple([add_columns(phase, config, stage) for phase in find_phases(config, stage, first_step)])
+
+
+def find_phases(config: Config, stage: str, first_step: bool = False) -> list[Phase]:
+    """Return the phases of a step in order, without their columns."""
     if stage == PRETRAINING and not config.has_critic:
-        return ()
+        return []
     phases = [
         phase for phase in PHASES if stage in phase.stages and (first_step or not phase.first_step_only)
     ]
-    return tuple([add_columns(phase, config, stage) for phase in phases if phase.when(config)])
+    return [phase for phase in phases if phase.when(config)]
 
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.phases import Phase, never_offloaded, replay_phases, select_phases
+from megarl.config.phases import Phase, find_phases, never_offloaded, replay_phases
 from megarl.config.schema import Config, LoraConfig, OptimizerConfig
 from megarl.parallel.layout import OVERLAP_ABOVE, Layout
 from megarl.plan.sizes import BYTES, Device, Passes, Shape, find_device
@@ -34,8 +34,9 @@ class PlanInputs:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Return a step's phases on the GPU. Value pretraining needs no more."""
-        phases = replay_phases(self.config) if self.replay else select_phases(self.config)
+        """Return a step's phases on the GPU, without columns. Value pretraining needs no more."""
+        config = self.config
+        phases = replay_phases(config) if self.replay else find_phases(config, config.main_stage)
         return [phase for phase in phases if phase.on_gpu]
 
     @cached_property

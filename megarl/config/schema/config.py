@@ -89,12 +89,13 @@ class Config(Section):
 
     @property
     def has_teacher(self) -> bool:
-        return self.has_engine and (bool(self.teacher.folders) or self.has_self_teacher)
+        has_any = self.teacher.weights is not None or bool(self.teacher.folders)
+        return has_any and self.has_engine
 
     @property
     def has_self_teacher(self) -> bool:
         """Return whether the teacher is the actor with a longer prompt."""
-        return self.has_engine and self.teacher.weights is not None
+        return self.teacher.weights is not None and self.has_engine
 
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a data.eval entry is evaluated after `step`. every: the entry's own interval"""
