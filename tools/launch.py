@@ -1,6 +1,7 @@
 """Start runs and sweeps with NeMo-Run: on this machine, Slurm, SkyPilot or Kubeflow.
 
-A sweep is configurations x seeds. The extras are `launch`, `skypilot` and `kubeflow`.
+A sweep is configurations x seeds. It needs the extra `launch`; for SkyPilot and Kubeflow the environment
+.venv-clouds, which `make test-clouds` makes.
 
     python tools/launch.py configs/vapo_32b.yaml --executor slurm --nodes 16 --account A --partition P
     python tools/launch.py configs/ablations/dapo_*.yaml steps=100 --seeds 0 1 --executor slurm --nodes 16
@@ -130,7 +131,7 @@ def check_cloud(given: argparse.Namespace) -> None:
     """Raise ConfigError for options without which the executor cannot work."""
     executor = given.executor
     if find_spec(PACKAGES[executor]) is None:
-        problem = f"{PACKAGES[executor]} is not installed (pip install 'megarl[{executor}]')"
+        problem = f"{PACKAGES[executor]} is not installed (make test-clouds makes .venv-clouds, which has it)"
         raise ConfigError(f"--executor {executor}: {problem}")
     if not given.image:
         raise ConfigError(f"--image: {executor} needs one (docker/Dockerfile makes it)")

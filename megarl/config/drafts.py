@@ -43,6 +43,9 @@ def draft_problems(c: Config) -> Iterator[str]:
             yield f"{key}: {names[0]}: has no effect without {ALGORITHM} (set it, or leave this out)"
         return
     algorithm = options[ALGORITHM]
+    if c.rollout.engine == "transformers":
+        yield f"{key}: {ALGORITHM}: has no effect with rollout.engine transformers (leave it out)"
+        return
     if algorithm not in ALGORITHMS:
         known = ", ".join(ALGORITHMS)
         yield f"{key}: {ALGORITHM}: {algorithm} is not one of {known} (use one, or leave it out)"
@@ -52,7 +55,7 @@ def draft_problems(c: Config) -> Iterator[str]:
         if name in options:
             yield f"{key}: {name}: megarl's sampler verifies drafts (leave it out)"
     steps = options.get("speculative_num_steps", STEPS)
-    if not isinstance(steps, int) or steps < 1:
+    if type(steps) is not int or steps < 1:
         yield f"{key}: speculative_num_steps: must be a whole number from 1 (got {steps!r})"
         return
     expected: dict[str, tuple[Any, str]] = {
@@ -80,10 +83,7 @@ def draft_problems(c: Config) -> Iterator[str]:
 def check_draft(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the draft's folder fits the model. hf_config: the model's config.json"""
     folder, key = Path(str(rollout.engine_options[FOLDER])), f"rollout.engine_options: {FOLDER}"
-    try:
-        draft = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {folder} has no config.json that can be read ({error})") from None
+    draft = _read_draft(folder)
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{key}: {folder} has no weights (*.safetensors)")
     # The heads of EAGLE and of multi-token prediction read the model's hidden states.
@@ -95,12 +95,24 @@ def check_draft(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(f"{key}: {folder}: {problem}")
 
 
+def _read_draft(folder: Path, *required: str) -> dict[str, Any]:
+    """Return a draft's config.json. Raises ConfigError, also without a required key."""
+    key = f"rollout.engine_options: {FOLDER}"
+    try:
+        draft = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {folder} has no config.json that can be read ({error})") from None
+    if not isinstance(draft, dict) or not draft.keys() >= set(required):
+        raise ConfigError(f"{key}: {folder}: config.json describes no model (choose another folder)")
+    return draft
+
+
 def draft_bytes(rollout: RolloutConfig) -> tuple[int, int]:
     """Return the bytes of a draft's weights, and of its KV cache for a token; 0 if its folder is not here."""
     folder = Path(str(rollout.engine_options.get(FOLDER, "")))
     if not has_draft(rollout) or not (folder / "config.json").is_file():
         return 0, 0
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _read_draft(folder, "num_attention_heads", "num_hidden_layers", "hidden_size")
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     width = 2 * config.get("num_key_value_heads", heads) * head_size

@@ -211,8 +211,10 @@ class RolloutRank:
         self.worker.on_keep_alive = on_keep_alive
         self.engine.should_end_poll = self._has_order  # trainers wait for the answer to an order
         started = time.perf_counter()
-        self._run_rollout(decide, ())
-        self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
+        try:
+            self._run_rollout(decide, ())
+        finally:
+            self.worker.on_keep_alive, self.engine.should_end_poll = None, lambda: False
 
     async def _answer_order(self, answer: m.Message) -> None:
         if self.controller is not None:

@@ -184,6 +184,8 @@ def _pin_texts(value: Any) -> Any:
     """Pin the paths of settings that an older version wrote."""
     if isinstance(value, list):
         return [_pin_texts(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _pin_texts(item) for key, item in value.items()}
     return str(pinned(Path(value))) if isinstance(value, str) and "/snapshots/" in value else value
 
 

@@ -87,6 +87,9 @@ def test_a_drafts_folder_fits_the_model(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"has no config\.json that can be read"):
         check("STANDALONE")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"describes no model"):
+        check("STANDALONE")
     with pytest.raises(ConfigError, match=r"has no weights"):
         check("STANDALONE", vocab_size=100, hidden_size=32)
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -105,4 +108,7 @@ def test_a_drafts_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     rollout = load({**DRAFT, "speculative_draft_model_path": str(tmp_path)}).rollout
     assert draft_bytes(rollout) == (1000, 2 * 3 * 2 * 2 * 16)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"describes no model"):
+        draft_bytes(rollout)
     assert draft_bytes(load({}).rollout) == draft_bytes(load(DRAFT).rollout) == (0, 0)

@@ -52,7 +52,7 @@ class SeededVerification:
                 verify_input, batch, logits_output, *rest, **options
             )
             return result
-        tokens, logprobs, _ = chosen  # no sampling sets: config/drafts.py refuses them
+        tokens, logprobs, _ = chosen  # no sampling sets: config/check.py refuses them
         requests, device = len(batch.seq_lens), tokens.device
         predict = torch.zeros(tokens.shape, dtype=torch.int32, device=device)
         accepted = torch.full((requests, verify_input.max_tree_depth), -1, dtype=torch.int32, device=device)
