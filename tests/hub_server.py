@@ -45,7 +45,9 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """requests: (method, path, Range) in order. broken: files whose next download breaks off halfway."""
+    """requests: (method, path, Range) in order. broken: files whose next download breaks off halfway.
+
+    pages: paths with this text get the HTML of a login page"""
 
     daemon_threads = True
 
@@ -55,6 +57,7 @@ class HubServer(ThreadingHTTPServer):
         self.datasets: dict[str, Repository] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.broken: set[str] = set()
+        self.pages: str | None = None
 
     @property
     def url(self) -> str:
@@ -82,7 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append((self.command, path, self.headers.get("Range")))
-        if match := API.fullmatch(path):
+        if self.server.pages is not None and self.server.pages in path:
+            self._send(200, b"<html>Log in</html>")
+        elif match := API.fullmatch(path):
             kind, repository, word, revision = match.groups()
             self._answer(kind, repository, revision or "main", word)
         elif match := FILE.fullmatch(path):

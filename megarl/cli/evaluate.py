@@ -69,8 +69,9 @@ def evaluate(
         known, first = config.run_dir / RECORD, launched_rank() == 0
         only = (ACTOR, "data.eval")
         # Of the other models an evaluation compares config.json with a checkpoint's.
-        config = describe_models(local_inputs(config, folder / RECORD, known, first=first, only=only))
-        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint")
+        record = folder / RECORD
+        config = describe_models(local_inputs(config, record, known, first=first, only=only))
+        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
         policy, weights = find_policy(config, checkpoint)
         key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
         preflight_evaluation(policy, str(path), key, weights=weights is None)

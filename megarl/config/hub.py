@@ -11,14 +11,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from megarl.config.errors import CheckpointError, ConfigError, WaitTimeout, first_line
-from megarl.config.files import mark_required, read_json, write_atomic
+from megarl.config.errors import CheckpointError, ConfigError, MegarlError, WaitTimeout, first_line
+from megarl.config.files import describe_error, mark_required, read_json, write_atomic
 from megarl.config.hub_splits import READABLE, choose_files, find_splits, read_card
 from megarl.config.schema import Config
 from megarl.config.schema.section import Section
@@ -146,7 +146,7 @@ def local_inputs(
 
     Args:
         record: the run's hub.json. Names in it keep their commits and files
-        known: other records, which are only read
+        known: other records, which are only read. Their commits win over those of `record`
         first: this process adds names to `record`; others wait until it has done so
         tokenizer_only: of models only the actor's tokenizer and config.json
         cached_only: as with HF_HUB_OFFLINE
@@ -161,18 +161,7 @@ def local_inputs(
         return config
     if cached_only:
         names = {place: replace(name, cached_only=True) for place, name in names.items()}
-    selections: dict[str, Selection] = {}
-    for file in (*known, *([] if record is None else [record])):
-        selections |= _read_record(file)
-    if first or record is None:
-        chosen = {
-            name.id: selections.get(name.id) or _select(name, tokenizer_only=tokenizer_only)
-            for name in names.values()
-        }
-        if record is not None:
-            _write_record(record, chosen)
-    else:
-        chosen = _wait_for_record(record, {name.id for name in names.values()})
+    chosen = _select_all(names.values(), record, known, first=first, tokenizer_only=tokenizer_only)
     for name in names.values():
         selection = chosen[name.id]
         if tokenizer_only:
@@ -200,12 +189,14 @@ def describe_models(config: Config) -> Config:
     return _with_paths(config, paths)
 
 
-def local_folder(path: Path, key: str) -> Path:
-    """Return a model's folder, downloaded if `path` is a name of the hub."""
+def local_folder(path: Path, key: str, record: Path | None = None, *known: Path, first: bool = True) -> Path:
+    """Return a model's folder, downloaded if `path` is a name of the hub.
+
+    record, known, first: as of local_inputs, so that all ranks use one commit"""
     name = parse_name(path, "model", key)
     if name is None:
         return path
-    selection = _select(name)
+    selection = _select_all([name], record, known, first=first)[name.id]
     _download(name, selection)
     return selection.folder(name)
 
@@ -284,6 +275,32 @@ def _paths(name: HubName, selection: Selection) -> list[Path]:
 # The record of a run.
 
 
+def _select_all(
+    names: Collection[HubName],
+    record: Path | None,
+    known: Collection[Path],
+    *,
+    first: bool,
+    tokenizer_only: bool = False,
+) -> dict[str, Selection]:
+    """Return the selection of each name by id: that of `known`, else of `record`, else the hub's newest."""
+    selections: dict[str, Selection] = {}
+    for file in known:
+        selections |= _read_record(file)
+    if not first and record is not None:
+        ids = {name.id for name in names}
+        chosen = {id: selections[id] for id in ids & selections.keys()}
+        return chosen | _wait_for_record(record, ids - chosen.keys())
+    if record is not None:
+        selections = _read_record(record) | selections
+    chosen = {
+        name.id: selections.get(name.id) or _select(name, tokenizer_only=tokenizer_only) for name in names
+    }
+    if record is not None:
+        _write_record(record, chosen)
+    return chosen
+
+
 def _read_record(path: Path) -> dict[str, Selection]:
     if not path.is_file():
         return {}
@@ -326,7 +343,7 @@ def _wait_for_record(path: Path, needed: set[str]) -> dict[str, Selection]:
 
 
 class Listing(NamedTuple):
-    """The files of a commit. failure: why they are only those in the cache"""
+    """The files of a commit. failure: why they are only those in the cache, which may lack some"""
 
     commit: str
     files: tuple[str, ...]
@@ -347,12 +364,15 @@ def _select(name: HubName, *, tokenizer_only: bool = False) -> Selection:
     chosen = choose_files(find_splits(files, card), files, name.part, held_out=name.held_out)
     if isinstance(chosen, str) and name.revision == "main":
         try:
-            commit, files, _ = _list_files(replace(name, revision=CONVERTED))
+            commit, files, failure = _list_files(replace(name, revision=CONVERTED))
         except ConfigError:
             raise failure or name.problem(chosen) from None  # no copy: report the files that there are
         chosen = choose_files(find_splits(files, {}), files, name.part, held_out=name.held_out)
     if isinstance(chosen, str):
         raise failure or name.problem(chosen)
+    if failure and chosen != (name.part,):
+        what = f"{len(chosen)} files of it are in the cache, which has no list of all (connect once to check)"
+        print(f"megarl: {name.problem(what)}", file=sys.stderr, flush=True)
     return Selection(commit, chosen)
 
 
@@ -388,10 +408,15 @@ def _list_files(name: HubName) -> Listing:
         found = _ask_hub(
             name, lambda: get_info(name.repository, revision=name.revision, timeout=ANSWER_LIMIT)
         )
-        if not isinstance(found, ConfigError):
-            _cache_commit(name, commit := str(found.sha))
-            return Listing(commit, tuple(file.rfilename for file in found.siblings or ()), None)
-        failure = found
+        if isinstance(found, ConfigError):
+            failure = found
+        elif COMMIT.fullmatch(commit := str(found.sha)):
+            names = (file.rfilename for file in found.siblings or ())
+            files = tuple(file for file in names if _is_inside(file))
+            _cache_listing(name, Selection(commit, files))
+            return Listing(commit, files, None)
+        else:
+            failure = name.problem("the hub answers with no commit (try again later)")
     ref = name.cache / "refs" / name.revision
     commit = name.revision if COMMIT.fullmatch(name.revision) else ref.read_text() if ref.is_file() else ""
     folder = name.cache / "snapshots" / commit
@@ -399,18 +424,37 @@ def _list_files(name: HubName) -> Listing:
         raise failure
     if not name.is_offline:
         print(f"megarl: {failure}; its files in the cache are used", file=sys.stderr, flush=True)
-    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    return Listing(commit, tuple(files), failure)
+    if listing := _read_record(_listing_file(name, commit)).get(name.repository):
+        return Listing(commit, listing.files, None)
+    files = tuple(sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()))
+    return Listing(commit, files, failure)
 
 
-def _cache_commit(name: HubName, commit: str) -> None:
-    """Note the commit of a branch in the cache, as huggingface_hub does, to find it offline."""
-    ref = name.cache / "refs" / name.revision
-    if name.revision == commit or (ref.is_file() and ref.read_text() == commit):
-        return
-    with _lock(name):  # two processes would use the same partial file
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(ref, commit)
+def _listing_file(name: HubName, commit: str) -> Path:
+    return name.cache / ".megarl" / f"{commit}.json"  # huggingface_hub has .no_exist there
+
+
+def _cache_listing(name: HubName, listing: Selection) -> None:
+    """Note a commit's files and a branch's commit in the cache, to know offline which files are missing.
+
+    huggingface_hub notes the commit in the same file. A cache that cannot be written stays as it is."""
+    entries = {_listing_file(name, listing.commit): json.dumps({name.repository: listing._asdict()}) + "\n"}
+    if name.revision != listing.commit:
+        entries[name.cache / "refs" / name.revision] = listing.commit
+    try:
+        if all(file.is_file() and file.read_text() == text for file, text in entries.items()):
+            return
+        with _lock(name):  # two processes would use the same partial file
+            for file, text in entries.items():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, text)
+    except OSError as error:
+        what = f"{error.filename or name.cache}: {describe_error(error)}"
+        print(
+            f"megarl: {name.key}: the cache does not note the newest commit: {what}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _download(name: HubName, selection: Selection, *, quiet: bool = False) -> None:
@@ -503,10 +547,23 @@ def _ask_hub(name: HubName, call: Callable[[], Answer]) -> Answer | ConfigError:
         raise name.problem(f"no name of the hub: {first_line(error)}") from None
     except PermissionError as error:
         raise name.problem(f"{error.filename}: cannot be written (set HF_HOME to another folder)") from None
+    except MegarlError:
+        raise
     except Exception as error:
-        is_network = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore")
-        if not (is_network or isinstance(error, errors.LocalEntryNotFoundError | ConnectionError)):
+        if not _is_network_failure(error):
             raise
+        cause = error.__cause__ or error
+        is_page = isinstance(cause, json.JSONDecodeError | errors.FileMetadataError)
+        reason = "a proxy or a login page answers in its place" if is_page else first_line(cause)
         what = f"no such {_local_word(name)} here, and {constants.ENDPOINT} cannot be reached"
         remedy = "connect, give a local path, or set HF_HUB_OFFLINE=1 to use the cache alone"
-        return name.problem(f"{what}: {first_line(error.__cause__ or error)} ({remedy})")
+        return name.problem(f"{what}: {reason} ({remedy})")
+
+
+def _is_network_failure(error: Exception) -> bool:
+    """Return whether the hub did not answer. hf_xet raises plain RuntimeErrors."""
+    from huggingface_hub import errors
+
+    kinds = (errors.LocalEntryNotFoundError, errors.FileMetadataError, ConnectionError, json.JSONDecodeError)
+    is_client = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore")
+    return is_client or isinstance(error, kinds) or type(error) is RuntimeError

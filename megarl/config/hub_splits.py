@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -71,20 +72,29 @@ def _declared_splits(files: Sequence[str], card: Mapping[str, Any]) -> Splits:
             if isinstance(entry, dict):
                 split, patterns = str(entry.get("split", TRAIN)), entry.get("path", ())
             for pattern in patterns if isinstance(patterns, list) else [patterns]:
-                glob = _compile(str(pattern).removeprefix("./"))
-                matches = [file for file in files if glob.fullmatch(file)]
+                glob = str(pattern).removeprefix("./").split("/")
+                matches = [file for file in files if _matches(glob, file)]
                 splits.setdefault((name, split), []).extend(sorted(matches))
     return {place: tuple(dict.fromkeys(group)) for place, group in splits.items() if group}
 
 
-def _compile(glob: str) -> re.Pattern[str]:
-    """Return the pattern of a glob as `datasets` reads it: `*` within a folder, `**` across folders."""
-    pattern = ""
-    for part in re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/]+\])", glob):
-        wildcard = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(part)
-        is_set = part.startswith("[") and part.endswith("]")
-        pattern += wildcard or (part.replace("[!", "[^", 1) if is_set else re.escape(part))
-    return re.compile(pattern)
+def _matches(glob: Sequence[str], file: str) -> bool:
+    """Return whether the parts of a glob match, as `datasets` reads it: `**` for any folders.
+
+    Many stars, which a README may have, do not make it slow."""
+    reached = {0}  # counts of the glob's parts that match the folders so far
+    for part in (*file.split("/"), None):
+        for i, pattern in enumerate(glob):
+            if pattern == "**" and i in reached:
+                reached.add(i + 1)  # it matches no further folder
+        if part is None:
+            break
+        reached = {
+            i + (glob[i] != "**")
+            for i in reached
+            if i < len(glob) and (glob[i] == "**" or fnmatchcase(part, glob[i]))
+        }
+    return len(glob) in reached
 
 
 def _place(file: str) -> tuple[str, str]:
@@ -104,25 +114,27 @@ def choose_files(
 ) -> tuple[str, ...] | str:
     """Return the files of `part`, or a problem in words.
 
-    part: `config/split`, `split`, `config`, or a file; "": the only configuration, and split train, of
-    data.eval test"""
+    part: `config/split`, `split`, `config`, or a file; "": the only configuration. Without a split it is
+    train, of data.eval test, and no other: data.train and data.eval must not get the same files"""
     if part in files and part.endswith(READABLE):
         return (part,)
-    found = {place: group for place, group in splits.items() if f"{place[0]}/{place[1]}" == part}
-    for position in (1, 0):
-        found = found or {place: group for place, group in splits.items() if place[position] == part}
-    found = found or ({} if part else splits)
+    named = {place: group for place, group in splits.items() if f"{place[0]}/{place[1]}" == part}
+    named = named or {place: group for place, group in splits.items() if place[1] == part}
+    found = named or {place: group for place, group in splits.items() if part in ("", place[0])}
+    is_part = bool(found)
     if len(found) > 1 and any(config == DEFAULT for config, _ in found):
         found = {place: group for place, group in found.items() if place[0] == DEFAULT}
     wanted = TEST if held_out else TRAIN
-    if len({config for config, _ in found}) == 1 and len(found) > 1:
-        found = {place: group for place, group in found.items() if place[1] == wanted}
+    if not named and len({config for config, _ in found}) == 1:
+        found = {
+            place: group for place, group in found.items() if place[1].removeprefix("partial-") == wanted
+        }
     if len(found) != 1:
         names = [f":{config}/{split}" for config, split in splits]
         listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         if not splits:
             return f"has no {' or '.join(READABLE)} file (convert one, and give its path)"
-        what = f"has no {part}" if part and not found else "has several splits"
+        what = f"has no {'split ' + wanted if is_part else part}" if not found else "has several splits"
         return f"{what} (write one of {listed} after the name)"
     [(place, group)] = found.items()
     if unreadable := next((file for file in group if not file.endswith(READABLE)), None):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +18,7 @@ import pytest
 
 from megarl.config import hub, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.hub import RECORD, HubName, local_inputs, parse_name, pin_names, pinned
+from megarl.config.hub import RECORD, HubName, local_folder, local_inputs, parse_name, pin_names, pinned
 from megarl.config.hub_splits import choose_files, find_splits
 from megarl.config.schema import Config
 from megarl.data.columns import columns_to_read, find_answer, find_prompt
@@ -25,6 +28,7 @@ from tests.hub_server import TOKEN, HubServer, Repository, folder_files, serve_h
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789" * 4
 CARD = b"""---
 configs:
 - config_name: main
@@ -350,11 +354,153 @@ def test_a_star_of_the_readme_stays_in_its_folder() -> None:
         (["x.csv"], "", False, "has no .parquet or .jsonl file"),
         (["d/partial-train/0000.parquet"], "", False, "the hub has converted only the first part of train"),
         (["train-00000-of-00002.parquet"], "", False, "train-of-00002: 1 of 2 files are there"),
+        (["test.jsonl"], "", False, "has no split train (write one of :default/test after the name)"),
+        (["train.parquet"], "", True, "has no split test (write one of :default/train after the name)"),
+        (["aime.parquet"], "", True, "has no split test (write one of :default/train after the name)"),
+        (["train.parquet"], "train", True, ["train.parquet"]),
+        (["test.jsonl"], "test", False, ["test.jsonl"]),
+        (["a/train.jsonl", "b/test.jsonl"], "a", True, "has no split test (write one of :a/train, :b/test "),
+        (["x.jsonl"], "y", False, "has no y (write one of :default/train after the name)"),
     ],
 )
 def test_splits(files: list[str], part: str, held_out: bool, found: list[str] | str) -> None:
     chosen = choose_files(find_splits(files, {}), files, part, held_out=held_out)
     assert chosen[: len(found)] == (tuple(found) if isinstance(found, list) else found)
+
+
+def test_a_readme_cannot_hang_or_crash_the_start() -> None:
+    """Many stars on a long name took exponential time; an empty range was no regular expression."""
+    name = f"{'a' * 120}.parquet"
+    globs = {"stars": "*a" * 30 + "*b*", "range": "[z-a].parquet", "folders": "**/" * 30 + "x", "ok": "*a*a*"}
+    card = {"configs": [{"config_name": config, "data_files": glob} for config, glob in globs.items()]}
+    assert find_splits([name], card) == {("ok", "train"): (name,)}
+
+
+def test_a_part_of_a_data_set_in_the_cache_is_no_data_set(
+    server: HubServer, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the hub neither the test split nor some of the files become the training data."""
+    server.datasets["owner/parts"] = parts = Repository()
+    row = parquet({"question": "1 + 1?", "answer": "2"})
+    files = ("data/test-00000-of-00001.parquet", "train_a.parquet", "train_b.parquet")
+    commit = parts.push(dict.fromkeys(files, row))
+    local_inputs(make_config(tmp_path, train="owner/parts:test"), only=("data.train",))
+    use_hub(monkeypatch, server.url, cache, offline=True)
+    for train in ("owner/parts", "owner/parts:train"):
+        config = make_config(tmp_path, train=train)
+        with pytest.raises(ConfigError, match=r"train_a.parquet is not in the hub's cache .* is set"):
+            local_inputs(config, only=("data.train",))
+    # A cache of another program has no list of the files.
+    (cache / "datasets--owner--parts" / ".megarl" / f"{commit}.json").unlink()
+    with pytest.raises(ConfigError, match=r"owner/parts: no such file, and it is not in the hub's cache"):
+        local_inputs(make_config(tmp_path, train="owner/parts"), only=("data.train",))
+
+
+def test_says_that_a_cache_has_no_list_of_files(
+    server: HubServer,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tmp_path)
+    first = local_inputs(config, only=("data.train",))
+    use_hub(monkeypatch, server.url, cache, offline=True)
+    capsys.readouterr()
+    assert local_inputs(config, only=("data.train",)) == first
+    assert capsys.readouterr().err == ""
+    for listing in cache.glob("*/.megarl/*.json"):
+        listing.unlink()
+    assert local_inputs(config, only=("data.train",)) == first
+    assert "2 files of it are in the cache, which has no list of all" in capsys.readouterr().err
+
+
+def test_the_record_of_the_run_wins(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    """An evaluation before the training has an older commit; every rank takes that of the training."""
+    given, model, evaluated = (
+        make_config(tmp_path),
+        server.models["Tiny/Qwen2.5-0.5B"],
+        tmp_path / "eval.json",
+    )
+    local_inputs(given, evaluated, only=("model",))
+    trained = model.push({"config.json": b"{}", "model.safetensors": b""})
+    run = given.run_dir / RECORD
+    local_inputs(given, run, only=("model",))
+    for first in (False, True):
+        config = local_inputs(given, evaluated, run, first=first, only=("model",))
+        assert config.model.path.name == trained
+
+
+def test_ranks_take_one_commit_of_a_checkpoint(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    path, record = Path("Tiny/Qwen2.5-0.5B"), tmp_path / RECORD
+    folder = local_folder(path, "--checkpoint", record)
+    server.models[str(path)].push({"config.json": b"{}", "model.safetensors": b""})
+    assert local_folder(path, "--checkpoint", record, first=False) == folder
+    assert local_folder(path, "--checkpoint") != folder
+
+
+def test_many_note_a_commit_at_once(cache: Path) -> None:
+    """The ranks of a machine share the cache."""
+    barrier = threading.Barrier(8)
+
+    def note(i: int) -> None:
+        for branch in range(10):
+            barrier.wait(60)
+            name = HubName("model", "a/b", f"branch{branch}")
+            hub._cache_listing(name, hub.Selection(COMMIT, ("config.json",)))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(note, range(8)))
+    assert {file.read_text() for file in (cache / "models--a--b" / "refs").iterdir()} == {COMMIT}
+    assert len(list((cache / "models--a--b" / ".megarl").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written(
+    server: HubServer, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shared cache that has the files suffices, even if the branch has moved."""
+    name = Path("Tiny/Qwen2.5-0.5B")
+    folder = local_folder(name, "key")
+    repository = folder.parent.parent
+    server.models[str(name)].revisions["v2"] = folder.name
+    shutil.rmtree(repository / "refs")
+    (repository / "refs").write_text("")  # also root cannot write into a file
+    assert local_folder(Path(f"{name}@v2"), "key") == folder
+    assert f"key: the cache does not note the newest commit: {repository}/refs" in capsys.readouterr().err
+
+
+def test_files_of_the_hub_stay_in_the_cache(server: HubServer, cache: Path, tmp_path: Path) -> None:
+    server.datasets["owner/evil"] = evil = Repository()
+    evil.push({"../../x.jsonl": b"{}", "/tmp/y.jsonl": b"{}", "train.jsonl": b"{}"})
+    config = local_inputs(make_config(tmp_path, train="owner/evil"), only=("data.train",))
+    assert [entry.path and entry.path.name for entry in config.data.train] == ["train.jsonl"]
+    evil.files_by_commit["../x"] = evil.files_by_commit[evil.revisions["main"]]
+    evil.revisions["v2"] = "../x"
+    with pytest.raises(ConfigError, match="owner/evil@v2: the hub answers with no commit"):
+        local_inputs(make_config(tmp_path, train="owner/evil@v2"), only=("data.train",))
+
+
+@pytest.mark.parametrize("pages", ["", "/resolve/"])
+def test_a_login_page_in_place_of_the_hub(
+    pages: str, server: HubServer, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The network of a hotel answers with status 200. What is in the cache suffices."""
+    name = Path("Tiny/Qwen2.5-0.5B")
+    server.pages = pages
+    with pytest.raises(ConfigError, match=r"key: Tiny/.* cannot be reached: a proxy or a login page answers"):
+        local_folder(name, "key")
+    server.pages = None
+    folder = local_folder(name, "key")
+    server.pages = pages
+    assert local_folder(name, "key") == folder
+
+
+def test_errors_of_hf_xet_are_of_the_network() -> None:
+    def fail() -> None:
+        raise RuntimeError("Data processing error: CAS service error")
+
+    failure = hub._ask_hub(HubName("model", "a/b", key="key"), fail)
+    assert isinstance(failure, ConfigError) and "CAS service error" in str(failure)
 
 
 def test_model_files_are_those_that_exports_copy(tmp_path: Path) -> None:
