@@ -613,10 +613,14 @@ def _server_problems(r: RolloutConfig) -> Iterator[str]:
 
 def _judge_problems(reward: RewardConfig) -> Iterator[str]:
     judge, key = reward.judge, "reward.judge"
-    parts = urlsplit(judge.url or "")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield f"{key}.url: {judge.url!r} is no http or https address (e.g. http://127.0.0.1:30000/v1)"
-    elif parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(judge.url or "")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an IPv6 address, or a wrong port
+        is_address = False
+    if not is_address and "@" not in (judge.url or ""):
+        yield f"{key}.url: is no http or https address (e.g. http://127.0.0.1:30000/v1)"
+    elif not is_address or "@" in parts.netloc or parts.query or parts.fragment:
         what = "must hold no user, password or query, because it is logged"
         yield f"{key}.url: {what} (name the key's variable in {key}.key_variable)"
     if not judge.model:
@@ -646,6 +650,11 @@ def evaluation_problems(c: Config) -> Iterator[str]:
     """Yield problems of the entries of data.eval, and of a judge."""
     if c.reward.judge.url is not None:
         yield from _judge_problems(c.reward)
+        engines = c.parallel.rollout_ranks // c.rollout.engine_tp
+        for name, budget in (("calls", c.reward.judge.max_calls), ("tokens", c.reward.judge.max_tokens)):
+            if budget is not None and budget < engines:
+                what = f"{budget} leaves some of the {engines} engines without {name} (raise it)"
+                yield f"reward.judge.max_{name}: {what}"
     elif c.reward.verifier == JUDGE:
         yield "reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"
     else:

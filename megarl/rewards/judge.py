@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import random
 import time
 from collections import Counter, OrderedDict
@@ -19,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -69,9 +70,13 @@ class Opinion:
         return Verdict(self.score >= threshold, score=self.score)
 
 
+# A negative count would refill the step's budget.
+_TokenCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: _TokenCount = 0
+    completion_tokens: _TokenCount = 0
 
 
 class _Message(msgspec.Struct):
@@ -173,10 +178,18 @@ class Judge:
     """Asks the endpoint of `config`; one for each engine, used in one event loop at a time.
 
     seed     of the run, from which the calls' seeds derive
-    engines  number of judges that share the budget"""
+    engines  number of judges that share the budget
+    engine   index of this judge among them
 
-    def __init__(self, config: JudgeConfig, seed: int, engines: int = 1) -> None:
-        self.config, self.seed, self.engines = config, seed, engines
+    Raises ConfigError if the key's environment variable is not set on this node."""
+
+    def __init__(self, config: JudgeConfig, seed: int, engines: int = 1, engine: int = 0) -> None:
+        if config.key_variable and not config.read_key():
+            what = f"the environment variable {config.key_variable} is not set on {platform.node()}"
+            raise ConfigError(
+                f"{KEY}.key_variable: {what} (export it on every node, or set this key to null)"
+            )
+        self.config, self.seed, self.engines, self.engine = config, seed, engines, engine
         self.cache = ScoreCache(config.cache)
         settings = config.model_dump(mode="json", exclude=_NOT_IN_SCORES)
         self._fingerprint = json.dumps([settings, seed], sort_keys=True)
@@ -187,11 +200,15 @@ class Judge:
         self.start_step()
 
     def start_step(self) -> None:
-        calls, tokens = self.config.max_calls, self.config.max_tokens
         self._budget = _Budget(
-            math.inf if calls is None else math.ceil(calls / self.engines),
-            math.inf if tokens is None else math.ceil(tokens / self.engines),
+            self._get_share(self.config.max_calls), self._get_share(self.config.max_tokens)
         )
+
+    def _get_share(self, total: int | None) -> float:
+        """Return this engine's part of a budget. The first engines share the remainder."""
+        if total is None:
+            return math.inf
+        return total // self.engines + (self.engine < total % self.engines)
 
     async def close(self) -> None:
         """End running calls and close connections. The judge can be used again."""
@@ -235,9 +252,10 @@ class Judge:
         if (score := self.cache.get(key)) is not None:
             return _Vote(score, costs=Counter(cached=1))
         # `shield`: the call of an aborted response continues, and its next grading finds the score.
-        if (running := self._running.get(key)) is not None:
+        while (running := self._running.get(key)) is not None:
             result = await asyncio.shield(running)
-            return _Vote(result.score, result.reason, result.error, Counter(cached=1))
+            if has_budget or result.reason != "budget":
+                return _Vote(result.score, result.reason, result.error, Counter(cached=1))
         task = asyncio.create_task(self._ask(message, code, key, has_budget))
         self._running[key] = task
         task.add_done_callback(lambda _: self._running.pop(key, None))
@@ -245,11 +263,13 @@ class Judge:
 
     async def _ask(self, message: str, code: str, key: str, has_budget: bool) -> _Vote:
         """Call until there is a reply; return its score or why there is none."""
-        vote, budget = _Vote(), self._budget if has_budget else _Budget()
+        vote = _Vote()
         body = self._make_body(message, int(key[:8], 16) & 0x7FFFFFFF)
         for attempt in range(self.config.retries + 1):
             try:
                 async with self._places:
+                    # Each attempt belongs to the step in which it starts.
+                    budget = self._budget if has_budget else _Budget()
                     if budget.calls < 1 or budget.tokens < 1:
                         what = "calls" if budget.calls < 1 else "tokens"
                         raise Unscored("budget", f"the step's {what} are used up ({KEY}.max_{what})")
@@ -314,7 +334,7 @@ class Judge:
             raise _Retry("connection", f"no connection ({type(error).__name__})") from None
         try:
             return msgspec.json.decode(bytes(content), type=_Completion)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Unscored("protocol", "an answer is no chat completion") from None
 
 
@@ -342,10 +362,10 @@ def parse_retry_after(value: str | None) -> float | None:
     except ValueError:
         try:
             date = parsedate_to_datetime(str(value))
-        except ValueError:
+            aware = date if date.tzinfo else date.replace(tzinfo=UTC)
+            seconds = (aware - datetime.now(UTC)).total_seconds()
+        except (ValueError, OverflowError):
             return None
-        aware = date if date.tzinfo else date.replace(tzinfo=UTC)
-        seconds = (aware - datetime.now(UTC)).total_seconds()
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
@@ -380,9 +400,6 @@ def check_judge(config: JudgeConfig, examples: Sequence[tuple[str, str, str]]) -
     Raises ConfigError, if the key or a package is missing, or a call fails."""
     if not find_spec("aiohttp"):
         raise ConfigError(f"{KEY}.url: needs aiohttp (pip install 'megarl[agents]')")
-    if config.key_variable and not config.read_key():
-        what = f"the environment variable {config.key_variable} is not set"
-        raise ConfigError(f"{KEY}.key_variable: {what} (export it, or set this key to null)")
 
     async def ask() -> list[Opinion]:
         judge = Judge(config.model_copy(update={"retries": min(1, config.retries)}), seed=0)

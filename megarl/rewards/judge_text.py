@@ -9,15 +9,22 @@ import hashlib
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.schema.judge import CODE, JudgeConfig
 from megarl.config.text import printable
 
-# Special tokens of chat templates, such as <|im_end|>, <s>, <start_of_turn>, [INST] and [gMASK]. Some
-# tokenizers read the fullwidth forms (U+FF1C, U+FE64, U+FF3B) as ASCII.
-_SPECIAL = re.compile("[<\uff1c\ufe64](?=[^\\s=\\-\\d])|[\\[\uff3b](?=/?\\w*[A-Z_]{2,}\\w*[\\]\uff3d])")
+# Special tokens of chat templates, such as <|im_end|>, <s>, <start_of_turn>. Some tokenizers read compatible
+# forms of characters (U+FF1C, U+FE64) as ASCII.
+_ANGLE = re.compile("[<\uff1c\ufe64](?=[^\\s=\\-\\d])")
+# Possible tokens with square brackets. The limit of 64 characters keeps the search linear.
+_SQUARE = re.compile(
+    "[\\[\\]\uff3b\uff3d\ufe47\ufe48](?=([^\\s\\[\\]\uff3b\uff3d\ufe47\ufe48]{1,64}[\\[\\]\uff3b\uff3d\ufe47\ufe48]))"
+)
+# [INST], [/INST], [gMASK]; [|user|] of EXAONE; ]~b], ]~!b[ and [e~[ of MiniMax.
+_SQUARE_TOKEN = re.compile(r"\[/?(?=\w*?[A-Z_]{2})\w+\]|\[\|\w+\|\]|\]~!?\w+[\[\]]|\[\w+~\[")
 _TAGS = re.compile("[\U000e0000-\U000e007f]")  # invisible copies of ASCII
 _PLACEHOLDER = re.compile(r"\{(question|reference|response)\}")
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
@@ -45,7 +52,13 @@ class Unscored(Exception):
 def escape(text: str) -> str:
     """Break special tokens of chat templates by a space, and make control characters visible."""
     text = _TAGS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return _SPECIAL.sub(lambda match: match[0] + " ", printable(text))
+    text = _ANGLE.sub(lambda match: match[0] + " ", printable(text))
+    return _SQUARE.sub(_break_square_token, text)
+
+
+def _break_square_token(match: re.Match[str]) -> str:
+    token = unicodedata.normalize("NFKC", match[0] + match[1])
+    return match[0] + " " if _SQUARE_TOKEN.fullmatch(token) else match[0]
 
 
 def make_code(*texts: str) -> str:
@@ -75,6 +88,11 @@ def select_text(response: str, *, reasoning: bool) -> str:
         return response
     answer = response.rpartition("</think>")[2]
     return "" if "<think>" in answer else answer.strip("\n")
+
+
+def ends_in_thought(prompt: str) -> bool:
+    """Return whether the prompt's chat template has opened the response's <think>."""
+    return prompt.rstrip().endswith("<think>")
 
 
 def render(config: JudgeConfig, question: str, reference: str, response: str) -> tuple[str, str]:
@@ -137,8 +155,10 @@ def parse_score(config: JudgeConfig, reply: str, code: str) -> float:
 
 
 def _parse_line(config: JudgeConfig, text: str, code: str) -> float:
-    quoted = re.compile(rf"^.*\[begin \w+ {code}\].*?(?:\[end \w+ {code}\].*?$|\Z)", re.DOTALL | re.MULTILINE)
-    lines = [line.strip() for line in _FENCED.sub("", quoted.sub("", text)).splitlines()]
+    quoted = re.compile(
+        rf"^[^\n]*\[begin \w+ {code}\].*?(?:\[end \w+ {code}\].*?$|\Z)", re.DOTALL | re.MULTILINE
+    )
+    lines = [line.strip() for line in _FENCED.sub("", quoted.sub("[quote]", text)).splitlines()]
     lines = [line for line in lines if line and not line.startswith(">")]
     match = re.fullmatch(config.pattern.replace(CODE, code), lines[-1]) if lines else None
     if match is None:

@@ -6,22 +6,28 @@ import asyncio
 import math
 import re
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megarl.config.errors import MegarlError
 from megarl.config.schema import JUDGE, Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_texts
 from megarl.data.sample import Sample, TokenData
+from megarl.rewards.judge import Opinion
+from megarl.rewards.judge_text import ends_in_thought
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import Verdict, reference_to_verdict, short
 
 if TYPE_CHECKING:
-    from megarl.rewards.judge import Judge, Opinion
+    from megarl.rewards.judge import Judge
     from megarl.rewards.pool import Item, VerifierPool
+
+_PROMPT_END = 16  # tokens; no tokenizer needs more for <think> and a newline
 
 
 class GradingRequest(NamedTuple):
@@ -77,10 +83,17 @@ class Grader:
     async def _ask_judge(self, request: GradingRequest) -> None:
         assert self.judge is not None
         sample, prompt = request.sample, request.prompt
-        [text] = await asyncio.to_thread(self._decode_texts, [sample])
-        opinion = await self.judge.score(
-            prompt.question or prompt.text, prompt.answer, text, has_budget=self.with_terms
-        )
+        text = await asyncio.to_thread(self._decode_for_judge, sample, prompt)
+        try:
+            opinion = await self.judge.score(
+                prompt.question or prompt.text, prompt.answer, text, has_budget=self.with_terms
+            )
+        except MegarlError:
+            raise
+        except Exception as error:  # noqa: BLE001 - reward.max_ungraded limits such responses
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"unexpected {type(error).__name__} in {frame.name}, line {frame.lineno}"
+            opinion = Opinion(None, f"reward.judge: {what}", {"ungraded_unexpected": 1.0})
         sample.judge = opinion.costs
         del self._asking[sample.id]
         if self.reward.verifier == JUDGE:
@@ -140,6 +153,19 @@ class Grader:
         texts = iter(policy_texts(self.tokenizer, [turn for turns in turns_by_sample for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in turns_by_sample]
 
+    def _decode_for_judge(self, sample: Sample, prompt: Prompt) -> str:
+        """Return the response, with the <think> that the chat template has opened before a turn."""
+        turns, context = list[list[int]](), [*prompt.tokens]
+        openings = list[str]()
+        for tokens, is_sampled in split_turns(sample.data) if sample.data is not None else ():
+            if is_sampled:
+                turns.append(tokens)
+                prompt_end = self.tokenizer.decode(context[-_PROMPT_END:], skip_special_tokens=False)
+                openings.append("<think>" if ends_in_thought(prompt_end) else "")
+            context = tokens
+        texts = policy_texts(self.tokenizer, turns)
+        return "\n".join(opening + text for opening, text in zip(openings, texts, strict=True))
+
     def _get_verdicts(self, finished: Sequence[tuple[GradingRequest, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples.
 
@@ -167,6 +193,8 @@ class Grader:
 
     def _add_opinion(self, sample: Sample, verdict: Verdict, opinion: Opinion) -> Verdict:
         """Return a rule's verdict with the judge's score as a term."""
+        if opinion.score is None and not self.reward.judge.weight:  # only measured
+            return verdict
         if opinion.score is None:
             return replace(verdict, graded=False, error=opinion.error)
         if verdict.graded:
@@ -189,11 +217,16 @@ class Grader:
 
 def split_policy_turns(data: TokenData) -> list[list[int]]:
     """Return the tokens of each policy turn; turns without observations between them are one."""
+    return [turn for turn, is_sampled in split_turns(data) if is_sampled]
+
+
+def split_turns(data: TokenData) -> list[tuple[list[int], bool]]:
+    """Return the tokens of each turn and whether the policy has sampled them."""
     if data.is_sampled is None:
-        return [data.tokens.tolist()]
+        return [(data.tokens.tolist(), True)]
     pairs = zip(data.tokens.tolist(), data.is_sampled.tolist(), strict=True)
     turns = groupby(pairs, key=lambda pair: pair[1])
-    return [[token for token, _ in turn] for is_sampled, turn in turns if is_sampled]
+    return [([token for token, _ in turn], is_sampled) for is_sampled, turn in turns]
 
 
 def make_words_pattern(words: Sequence[str]) -> re.Pattern[str] | None:

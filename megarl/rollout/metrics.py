@@ -10,6 +10,7 @@ from itertools import compress
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema import JUDGE
 from megarl.data.sample import Sample, SampleGroup
 from megarl.observe.run_log import SampleRecord, choose_samples
 
@@ -79,6 +80,9 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         **accept_length(responses),
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
+    if JUDGE in terms:  # with weight 0, a response without the judge's score is graded too
+        scores = [r.terms[JUDGE] for r in responses if JUDGE in r.terms]
+        stats[f"reward/term_{JUDGE}"] = sum(scores) / len(scores)
     for name, flag in (("right", True), ("wrong", False)):
         if subset_lengths := [r.num_sampled for r in responses if r.correct == flag]:
             stats[f"response/length_{name}"] = sum(subset_lengths) / len(subset_lengths)

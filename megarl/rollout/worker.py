@@ -71,7 +71,8 @@ class Worker:
         self.threads = ThreadPoolExecutor(2, "rollout")
         self.judge: Judge | None = None
         if config.reward.judge.url is not None and self.leads:
-            self.judge = Judge(config.reward.judge, config.seed, ranks // config.rollout.engine_tp)
+            tp = config.rollout.engine_tp
+            self.judge = Judge(config.reward.judge, config.seed, engines=ranks // tp, engine=rank // tp)
         self._running: dict[int, RunningEpisode] = {}
 
     @property

@@ -181,5 +181,7 @@ def test_runs(name: str, tmp_path: Path) -> None:
     assert ("reward/term_brevity" in record) == (name == "own_reward")
     assert ("reward/term_judge" in record) == (name == "judge")
     if name == "judge":
-        assert 0 < record["reward/judge_calls"] <= calls - 1  # the first call is of the check
-        assert record["reward/judge_prompt_tokens"] == 100 * record["reward/judge_calls"]
+        # A loaded machine may need retries, whose failed calls have no tokens.
+        answered = record["reward/judge_calls"] - record["reward/judge_retries"]
+        assert 0 < answered <= calls - 1  # the first call is of the check
+        assert record["reward/judge_prompt_tokens"] == 100 * answered

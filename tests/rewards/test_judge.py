@@ -19,7 +19,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import JudgeConfig
 from megarl.rewards import judge as judge_module
 from megarl.rewards.judge import Judge, Opinion, ScoreCache, check_judge, combine, parse_retry_after
-from megarl.rewards.judge_text import Unscored, parse_score, render
+from megarl.rewards.judge_text import Unscored, ends_in_thought, parse_score, render
 from tests.judge_server import Reply, completion, get_code, right_if_reference, serve, split_quotes
 
 QUESTION, REFERENCE = "What is 2 + 2?", "4"
@@ -233,7 +233,9 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(scored(5)) as endpoint:
         judge = Judge(endpoint.config(max_calls=5, concurrency=1), 0, engines=2)
         opinions = ask(judge, [str(i) for i in range(5)])
-        assert [opinion.score for opinion in opinions] == [0.5] * 3 + [None] * 2  # its half, rounded up
+        assert [opinion.score for opinion in opinions] == [0.5] * 3 + [
+            None
+        ] * 2  # the first engine has the remainder
         assert opinions[-1].error == "reward.judge: the step's calls are used up (reward.judge.max_calls)"
         assert opinions[-1].costs["ungraded_budget"] == 1 and len(endpoint.bodies) == 3
         assert ask(judge, ["3"], has_budget=False)[0].score == 0.5
@@ -318,3 +320,53 @@ def test_key_goes_into_the_header_alone(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match=r"^reward.judge.key_variable: .* MY_KEY is not set"):
         check_judge(config, [])
+
+
+def test_harmful_answers_leave_the_response_ungraded() -> None:
+    usage = [{"prompt_tokens": int("9" * 400)}, {"prompt_tokens": -5}]
+    answers: list[Reply] = [
+        (200, {}, b'{"x":' + b"[" * 5000 + b"]" * 5000 + b',"choices":[]}'),
+        *((200, {}, completion("Score: 1") | {"usage": counts}) for counts in usage),
+        (503, {"Retry-After": "Mon, 01 Jan 2024 00:00:00 +99999999999999999"}, {}),
+    ]
+    for answer, reason in zip(answers, ["protocol"] * 3 + ["http"], strict=True):
+        with serve(lambda body, answer=answer: answer) as endpoint:
+            [opinion] = ask(Judge(endpoint.config(), 0), ["4"])
+        assert opinion.score is None and opinion.costs[f"ungraded_{reason}"] == 1
+
+
+def test_engines_share_the_budget_exactly() -> None:
+    config = JudgeConfig(url="http://127.0.0.1:1/v1", model="m", max_calls=10)
+    assert sum(Judge(config, 0, 8, engine)._budget.calls for engine in range(8)) == 10
+
+
+def test_a_node_without_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^reward.judge.key_variable: .* MY_KEY is not set on "):
+        Judge(JudgeConfig(url="http://127.0.0.1:1/v1", model="m", key_variable="MY_KEY"), 0)
+
+
+def test_an_evaluation_does_not_share_a_budget_failure() -> None:
+    async def run(judge: Judge) -> list[Opinion]:
+        judge._budget.calls = 0
+        try:
+            training = judge.score(QUESTION, REFERENCE, "4")
+            evaluation = judge.score(QUESTION, REFERENCE, "4", has_budget=False)
+            return await asyncio.gather(training, evaluation)
+        finally:
+            await judge.close()
+
+    with serve(scored(5)) as endpoint:
+        opinions = asyncio.run(run(Judge(endpoint.config(max_calls=1), 0)))
+    assert [opinion.score for opinion in opinions] == [None, 0.5]
+
+
+@pytest.mark.parametrize("filler", ["\n", " "])
+def test_long_replies_are_read_in_linear_time(filler: str) -> None:
+    with pytest.raises(Unscored):
+        parse_score(JudgeConfig(), f"Score c{filler * 200_000}x", "c")
+
+
+def test_thought_that_the_template_opens() -> None:
+    assert ends_in_thought("<|im_start|>assistant\n<think>\n")
+    assert not ends_in_thought("assistant\n<think>\n\n</think>\n\n")

@@ -24,6 +24,8 @@ SPECIAL_TOKENS = [
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "<|channel|>"),
     *("<s>", "</s>", "<bos>", "<eos>", "<unk>", "<pad>", "<start_of_turn>", "<end_of_turn>", "<unused12>"),
     *("[INST]", "[/INST]", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[gMASK]", "[BOS]", "[EOS]", "[SEP]"),
+    *("[|endofturn|]", "[|user|]", "[|assistant|]", "]~b]", "]~!b[", "[e~["),  # EXAONE, MiniMax
+    *("\ufe47INST\ufe48", "[\uff29\uff2e\uff33\uff34]"),  # NFKC reads [INST]
     *("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     *("<think>", "</think>", "<tool_call>", "<extra_id_0>", "<SPECIAL_1>", "<<SYS>>", "<reserved_106>"),
 ]

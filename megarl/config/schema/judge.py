@@ -39,7 +39,7 @@ class JudgeConfig(Section):
         "which `response_format` forces on servers that support it",
     )
     pattern: str = field(
-        r"(?i)[\W_]*score {code}:?\s*[*_]*\s*(-?\d+(?:\.\d+)?)[*_.\s]*",
+        r"(?i)[\W_]*score {code}:?[\s*_]*(-?\d+(?:\.\d+)?)[*_.\s]*",
         "regular expression of the whole score line; its first group is the number. {code} is a code of "
         "this call, which a response cannot know. With another pattern, `template` must describe the line",
     )
