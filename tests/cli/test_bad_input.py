@@ -136,7 +136,15 @@ class TestKeys:
         "reward.judge.votes=3": (
             "{x}: reward.judge.votes: has no effect without a judge (set reward.judge.url)"
         ),
-        "reward.judge.url=api.x/v1": "{x}: reward.judge.url: 'api.x/v1' is no http or https address",
+        "reward.judge.url=api.x/v1": "{x}: reward.judge.url: is no http or https address",
+        "reward.judge.url=http://[::1/v1": "{x}: reward.judge.url: is no http or https address",
+        "reward.judge.url=ftp://me:pw@api.x": (
+            "{x}: reward.judge.url: must hold no user, password or query, because it is logged"
+        ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.max_calls=1"
+        " parallel.rollout_ranks=2": (
+            "{x}: reward.judge.max_calls: 1 leaves some of the 2 engines without calls (raise it)"
+        ),
         "reward.judge.url=http://me:pw@api.x/v1": (
             "{x}: reward.judge.url: must hold no user, password or query, because it is logged"
         ),
@@ -159,7 +167,7 @@ class TestKeys:
             "{x}: reward.judge.votes: 3 votes at temperature 0 are one answer"
         ),
         "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.key_variable=NO_SUCH_KEY": (
-            "reward.judge.key_variable: the environment variable NO_SUCH_KEY is not set (export it, or set "
+            "reward.judge.key_variable: the environment variable NO_SUCH_KEY is not set on "
         ),
         "reward.verifier=no_such_module:f": (
             "reward.verifier: no_such_module cannot be imported: ModuleNotFoundError"

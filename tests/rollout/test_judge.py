@@ -211,3 +211,60 @@ def test_an_aborted_response_is_not_graded_and_its_call_is_not_lost(tmp_path: Pa
         [sample] = asyncio.run(act(grader, judge))
         assert len(endpoint.bodies) == 1
     assert sample.score == 0.7 and sample.judge["cached"] == 1
+
+
+def grade_one(world: Any, config: Config, prompt: Prompt, judge: Any) -> Sample:
+    async def act(grader: Grader) -> Sample:
+        reported: list[Sample] = []
+
+        async def report(samples: list[Sample]) -> None:
+            reported.extend(samples)
+
+        running = asyncio.create_task(grader.run(report))
+        await asyncio.sleep(0)
+        grader.with_terms, grader.max_tokens = True, 12
+        data = TokenData([50, 51, 52], [-1.0] * 3, "length")
+        grader.add(Sample.from_data(data, 0, id=7, finish_reason="length"), prompt, None)
+        async with asyncio.timeout(60):
+            while not reported and not running.done():
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+        await judge.close()
+        return reported[0]
+
+    with ThreadPoolExecutor(1) as pool:
+        return asyncio.run(act(Grader(config, EvenLength(), world[1], pool, judge)))
+
+
+def test_a_judge_that_only_measures_leaves_no_response_ungraded(world: Any) -> None:
+    with serve(lambda body: (402, {}, {})) as endpoint:
+        config = make_config(endpoint, judge={"weight": 0.0})
+        sample = grade_one(world, config, world[2][0], Judge(config.reward.judge, 0))
+    assert sample.graded and sample.judge["ungraded_http"] == 1 and JUDGE not in sample.terms
+
+
+def test_an_unexpected_error_leaves_the_response_ungraded(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: Judge, *_: Any, **options: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(Judge, "score", fail)
+    with serve(by_length) as endpoint:
+        config = make_config(endpoint)
+        sample = grade_one(world, config, world[2][0], Judge(config.reward.judge, 0))
+    assert not sample.graded and sample.judge == {"ungraded_unexpected": 1.0}
+    assert sample.error is not None and sample.error.startswith("reward.judge: unexpected KeyError in fail")
+
+
+def test_a_thought_that_the_prompt_has_opened_is_not_judged(world: Any) -> None:
+    text = "1+1=?<think>"
+    tokens = tuple(world[1](text).input_ids)
+    assert world[1].decode(tokens).endswith("<think>")
+    with serve(by_length) as endpoint:
+        config = make_config(endpoint, verifier=JUDGE)
+        prompt = Prompt(1, text, tokens, "2", question="1+1=?")
+        sample = grade_one(world, config, prompt, Judge(config.reward.judge, 0))
+        assert not endpoint.bodies
+    assert sample.graded and sample.score == 0.0 and not sample.judge
