@@ -370,3 +370,15 @@ def test_long_replies_are_read_in_linear_time(filler: str) -> None:
 def test_thought_that_the_template_opens() -> None:
     assert ends_in_thought("<|im_start|>assistant\n<think>\n")
     assert not ends_in_thought("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_retry_takes_the_budget_of_the_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Reply] = [(503, {}, {})]
+    with serve(lambda body: answers.pop() if answers else scored(5)(body)) as endpoint:
+        judge = Judge(endpoint.config(retries=1, max_calls=1), 0)
+
+        async def next_step(_: float) -> None:
+            judge.start_step()
+
+        monkeypatch.setattr(judge_module.asyncio, "sleep", next_step)
+        assert ask(judge, ["4"])[0].score == 0.5
