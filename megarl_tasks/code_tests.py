@@ -13,7 +13,8 @@ from typing import Any
 from megarl.rewards.verdict import UnusableError
 
 _TOLERANCE = 1e-6  # of numbers with a point, relative above 1
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")  # in linear time
 _LANGUAGES = {"python", "python3", "py"}
 MAX_TESTS = 1000
 
@@ -133,9 +134,17 @@ def _read_assertions(codes: Sequence[str], before: str) -> Assertions:
     trees = [(code, ast.parse(code)) for code in codes]
     tests, more = list[str](), [before]
     for code, tree in trees:
-        is_test = any(isinstance(node, ast.Assert) for node in ast.walk(tree))
-        (tests if is_test else more).append(code)
+        (tests if any(map(_asserts, tree.body)) else more).append(code)
     return Assertions("\n".join(more), tests)
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    """Return whether a statement runs an assertion. Definitions, and blocks for `__main__`, run none."""
+    if isinstance(statement, _DEFINITIONS):
+        return False
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    has_assertion = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+    return has_assertion and not (isinstance(statement, ast.If) and "__name__" in names)
 
 
 def _read_code(code: str, entry_point: str | None) -> Assertions:
@@ -146,7 +155,15 @@ def _read_code(code: str, entry_point: str | None) -> Assertions:
         return Assertions(code, ["check(candidate)"], entry_point)
     if tests := [f"{name}()" for name in functions if name.startswith("test_")]:
         return Assertions(code, tests)
-    return _read_assertions([ast.unparse(node) for node in body], "")
+    before, pending, tests = list[str](), list[str](), list[str]()
+    for node in body:  # other statements run before the next assertion
+        (before if isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom)) else pending).append(
+            ast.unparse(node)
+        )
+        if _asserts(node):
+            tests.append("\n".join(pending))
+            pending = []
+    return Assertions("\n".join(before), tests)
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -166,7 +183,8 @@ def _same_word(word: str, expected: str) -> bool:
         return True
     if not (set(".eE") & set(expected) and _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(word)):
         return False
-    return same_value(float(word), float(expected))
+    numbers = float(word), float(expected)
+    return all(map(math.isfinite, numbers)) and same_value(*numbers)
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -186,8 +204,9 @@ def same_value(value: Any, expected: Any) -> bool:
         case (int(), int()):
             return value == expected
         case (int() | float(), int() | float()):
+            relative = _TOLERANCE if isinstance(expected, float) else 0.0  # a whole number is exact
             try:
-                return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+                return math.isclose(value, expected, rel_tol=relative, abs_tol=_TOLERANCE)
             except OverflowError:  # a whole number beyond any float
                 return False
     return type(value) is type(expected) and bool(value == expected)

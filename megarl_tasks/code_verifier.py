@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,7 +73,11 @@ class CodeVerifier:
             try:
                 passed, count = self._grade(program, tests)
             except ProgramError:  # something else may have ended it: try once more
-                passed, count = self._grade(program, tests)
+                try:
+                    passed, count = self._grade(program, tests)
+                except ProgramError:  # if an empty program runs, the answer has ended it
+                    self._programs.run("", "", Limits(1.0, 2.0, self._memory_mib), 0)
+                    return Verdict(False, score=0.0)
         except ProgramError as error:
             return Verdict(False, error=str(error), graded=False)
         is_correct = passed == count
@@ -85,7 +90,8 @@ class CodeVerifier:
             case Script(inputs, outputs):
                 return self._grade_script(program, inputs, outputs, end), len(inputs)
             case Calls(name, arguments, results):
-                call = partial(self._programs.call, program, name)
+                expected = len(json.dumps(results))
+                call = partial(self._programs.call, program, name, expected=expected)
                 values = self._resume(arguments, call, end)
                 return sum(
                     len(value) == 1 and same_result(value[0], result)

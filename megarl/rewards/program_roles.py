@@ -28,7 +28,8 @@ def run_program(setup: Mapping[str, Any], descriptors: list[int]) -> int:
         os.close(descriptor)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     try:
-        exec(compile(setup["source"], "answer.py", "exec"), {"__name__": "__main__"})
+        module = sys.modules["__main__"] = type(sys)("__main__")  # pickle finds the answer's classes there
+        exec(compile(setup["source"], "answer.py", "exec"), vars(module))
         code = 0
     except SystemExit as end:
         code = int(end.code not in (None, 0))

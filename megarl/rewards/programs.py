@@ -81,6 +81,11 @@ class Programs:
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = Path(tempfile.mkdtemp(prefix="megarl-program-"))
         home = {name: os.environ[name] for name in ("PYTHONHOME", "LD_LIBRARY_PATH") if name in os.environ}
+        if "LD_LIBRARY_PATH" in home:  # an empty or relative entry is the folder that programs write to
+            entries = home["LD_LIBRARY_PATH"].split(":")
+            home["LD_LIBRARY_PATH"] = (
+                ":".join(entry for entry in entries if os.path.isabs(entry)) or "/nowhere"
+            )
         # Without site, which imports more than programs need, and with no editable installation's finder.
         paths = [path or os.getcwd() for path in sys.path] + [str(Path(megarl.__file__).parents[1])]
         self._zygote = subprocess.Popen(
@@ -118,12 +123,14 @@ class Programs:
             os.close(stdin_file)
             raise
 
-    def call(self, source: str, name: str, calls: Sequence[list[Any]], limits: Limits) -> list[Any]:
-        """Call a function with each list of arguments, in one process.
+    def call(
+        self, source: str, name: str, calls: Sequence[list[Any]], limits: Limits, expected: int = 0
+    ) -> list[Any]:
+        """Call a function with each list of arguments, in one process. expected: characters of the results
 
         Returns a list for each call that ended: [value], or [] if it raised. Raises ProgramError."""
         setup = {"source": source, "fn_name": name, "calls": calls}
-        size = 2 * len(json.dumps(calls)) + MAX_OUTPUT
+        size = 2 * (len(json.dumps(calls)) + expected) + MAX_OUTPUT
         output = self._run([("function", [_memory_file(json.dumps(setup))])], limits, size)
         return [_value(line) for line in _lines(output)]
 
@@ -180,8 +187,8 @@ class Programs:
 
 
 def _memory_file(text: str) -> int:
+    data = text.encode(errors="surrogatepass")
     descriptor = os.memfd_create("megarl-program", os.MFD_CLOEXEC)
-    data = text.encode(errors="surrogateescape")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -210,5 +217,5 @@ def _value(line: str) -> list[Any]:
     try:
         message = json.loads(line)
         return [decode(message[0])] if isinstance(message, list) and len(message) == 1 else []
-    except (UnknownValueError, ValueError, TypeError, RecursionError):
+    except (UnknownValueError, ValueError, TypeError, RecursionError, OverflowError):
         return []

@@ -133,6 +133,8 @@ def remove_tree(folder: Path) -> None:
                 continue
             os.chmod(entry.path, 0o700)
             for nested_entry in list(os.scandir(entry.path)):
+                if nested_entry.is_dir(follow_symlinks=False):
+                    os.chmod(nested_entry.path, 0o700)  # moving a folder writes its parent's entry in it
                 os.rename(nested_entry.path, folder / uuid.uuid4().hex)
             os.rmdir(entry.path)
     os.rmdir(folder)
@@ -460,6 +462,7 @@ _ATTRIBUTES = _numbers("""
     chmod 90 0   fchmod 91 52   fchmodat 268 53   chown 92 0   fchown 93 55   lchown 94 0   fchownat 260 54
     utime 132 0   utimes 235 0   futimesat 261 0   utimensat 280 88   setxattr 188 5   lsetxattr 189 6
     fsetxattr 190 7   removexattr 197 14   lremovexattr 198 15   fremovexattr 199 16
+    fchmodat2 452 452   setxattrat 463 463   removexattrat 466 466   file_setattr 469 469
 """)  # refused unless file systems are read-only
 _STARTING = ("fork", "vfork", "execve", "execveat")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 # So programs that import these start sooner.
 import bisect  # noqa: F401
+import builtins
 import gc
 import json
 import os
@@ -49,6 +50,8 @@ def main() -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST, MAX_DESCRIPTORS)
         if not message:
             os._exit(0)
+        if message == b"stop":  # it came after the program's end
+            continue
         request, children = json.loads(message), list[int]()
         given = iter(descriptors)
         for role, count in request["processes"]:
@@ -89,6 +92,8 @@ def _run(
         if not confine(folder, readable) and not request["unconfined"]:
             os._exit(1)
         random.seed(0)
+        sys.argv[:] = ["answer.py"]
+        vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as Python's site module does
         code = ROLES[role](setup, descriptors[1:])
     finally:  # also after SystemExit: an answer must not return into the loop
         os._exit(code)

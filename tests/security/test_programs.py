@@ -6,6 +6,7 @@ They run outside a verifier's process, so that only the confinement of the progr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -81,6 +82,17 @@ def test_a_program_reaches_nothing_beyond_its_folder(programs: Programs, name: s
     output = programs.run(IMPORTS + places + REACHES[name], "", LIMITS)
     assert (output.text, output.timed_out) == ("", False) and output.code != 0
     assert programs.run("print(2)", "", LIMITS).text == "2\n"
+
+
+@pytest.mark.parametrize("call", [452, 463, 466, 469])
+def test_newer_calls_change_no_attributes(programs: Programs, tmp_path: Path, call: int) -> None:
+    """fchmodat2, setxattrat, removexattrat and file_setattr: Landlock does not cover them."""
+    file = tmp_path / "file"
+    file.touch(0o600)
+    code = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    code += f"libc.syscall({call}, -100, {str(file).encode()!r}, 0o777, 0, 0, 0)\nprint(ctypes.get_errno())"
+    assert programs.run(code, "", LIMITS).text == f"{errno.EPERM}\n"
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_some_of_these_attacks_work_outside() -> None:

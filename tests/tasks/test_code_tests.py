@@ -87,7 +87,7 @@ CALLS = {"inputs": [[1, [2]], [3, []]], "outputs": [3, [4]], "fn_name": "f"}
         ),
         (
             {"test": "import math\nassert f(1)\nassert f(2)"},
-            Assertions("\nimport math", ["assert f(1)", "assert f(2)"]),
+            Assertions("import math", ["assert f(1)", "assert f(2)"]),
         ),
     ],
 )
@@ -283,3 +283,39 @@ def test_all_or_nothing() -> None:
 def test_no_program_is_wrong(verifier: CodeVerifier, response: str) -> None:
     verdict = verifier(response, json.dumps(CASES))
     assert (verdict.correct, verdict.score, verdict.graded, verdict.error) == (False, 0.0, True, None)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        {"test": "class TestF:\n    def test_one(self):\n        assert f(3) == 9\n"},
+        {"test": "def check(candidate):\n    assert candidate(3) == 9\n"},
+        {"test": "async def test_one():\n    assert f(3) == 9\n"},
+        {"test": "if __name__ == '__main__':\n    assert f(3) == 9\n"},
+        ["def helper(a, b):\n    assert f(a) == b"],
+    ],
+)
+def test_definitions_are_no_tests(reference: Any) -> None:
+    with pytest.raises(UnusableError):
+        read_tests(json.dumps(reference))
+
+
+def test_statements_run_before_the_next_assertion(verifier: CodeVerifier) -> None:
+    test = {"test": "r = f(2)\nassert r == 4\nr = f(3)\nassert r == 9"}
+    assert grade(verifier, "def f(x): return x * x", test) == (True, 1.0)
+
+
+def test_a_whole_number_is_exact() -> None:
+    assert not same_value(123456800.0, 123456789) and same_value(9.0, 9) and same_value(1e8 + 1, 1e8)
+    assert not same_output("9e999", "12345e678") and not same_output("1" * 100_000 + "x", "1.5")
+
+
+def test_scripts_may_exit_and_read_their_arguments(verifier: CodeVerifier) -> None:
+    code = "import fileinput\nprint(sum(int(line) for line in fileinput.input()) + 1)\nexit()"
+    assert grade(verifier, code, CASES) == (True, 1.0)
+
+
+def test_large_results_and_broken_texts(verifier: CodeVerifier) -> None:
+    large = {"fn_name": "f", "inputs": [[200_000]], "outputs": [list(range(200_000))]}
+    assert grade(verifier, "def f(n): return list(range(n))", large) == (True, 1.0)
+    assert grade(verifier, "print(1)", {"inputs": ["\ud800"], "outputs": ["1"]})[1] in (0.0, 1.0)
