@@ -78,7 +78,8 @@ def make_batch(turns: bool = False, truncated: bool = False) -> TrainBatch:
     for name in ("old_logprobs", "ref_logprobs", "engine_logprobs", "values", "teacher"):
         column = torch.randn(batch.num_tokens, generator=g)
         batch[name] = torch.where(batch.response_mask, column, 0.0)
-    squares = torch.rand(batch.num_tokens, generator=g)
+    # A sum of squared probabilities is at least that of the sampled token's.
+    squares = batch["old_logprobs"].exp().square() + torch.rand(batch.num_tokens, generator=g)
     batch["squared_probs"] = torch.where(batch.response_mask, squares, 0.0)
     untaught = batch.spread((batch["number"] % 4 == 3).float()) > 0  # these responses have no teacher
     batch["teacher"] = batch["teacher"].masked_fill(untaught, -torch.inf)
