@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 from typing import IO, Any
 
@@ -137,6 +138,11 @@ class _Answer:
             name, text = reply["error"]
             kind = getattr(builtins, str(name), None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            if name in (
+                "StopIteration",
+                "StopAsyncIteration",
+            ):  # would end a loop of the test as if it were done
+                is_error = False
             raise (kind if is_error and kind is not None else RuntimeError)(text)
         return decode(reply["value"], self._object), decode(reply["arguments"], self._object)
 
@@ -191,6 +197,19 @@ def _free_names(codes: list[str]) -> set[str]:
     return used - defined
 
 
+def _find_modules(codes: list[str], names: set[str]) -> set[str]:
+    """Return the names that tests use as modules of the standard library: they are not the answer's."""
+    read, called = set[str](), set[str]()
+    for code in codes:
+        for node in ast.walk(ast.parse(code)):
+            match node:
+                case ast.Attribute(ast.Name(name)):
+                    read.add(name)
+                case ast.Call(ast.Name(name)):
+                    called.add(name)
+    return {name for name in names & read - called if name in sys.stdlib_module_names}
+
+
 def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Run each of `tests` after the code `before`, and write a line for each: true if it passed.
 
@@ -201,7 +220,13 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     with open(descriptors[2], "w") as results:
         sys.modules[_MODULE] = _AnswerModule(answer)
         space: dict[str, Any] = {"__name__": "tests"}
-        names = {name: name for name in _free_names([setup["before"], *setup["tests"]])}
+        codes = [setup["before"], *setup["tests"]]
+        free_names = _free_names(codes)
+        modules = _find_modules(codes, free_names)
+        for name in modules:
+            with suppress(ImportError):  # the test that uses it fails
+                space[name] = import_module(name)
+        names = {name: name for name in free_names - modules}
         if setup["candidate"] is not None:
             names["candidate"] = setup["candidate"]
         for name, target in names.items():

@@ -26,6 +26,7 @@ from megarl.rewards.sandbox import can_confine, confine, die_with_parent, remove
 
 MAX_FILE = 16 << 20  # bytes of a file that a program writes
 _MAX_OPEN_FILES = 64
+_MAX_THREADS, _CHECK_SECONDS = 512, 0.05
 MAPPED = 1 << 30  # address space beyond the data limit, for libraries
 MAX_REQUEST, MAX_DESCRIPTORS = 1 << 12, 16
 _SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
@@ -106,6 +107,11 @@ def _limit(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
+def _has_many_threads(children: list[int]) -> bool:
+    """Return whether a program has more threads than allowed. RLIMIT_NPROC does not limit root."""
+    return any(len(os.listdir(f"/proc/{child}/task")) > _MAX_THREADS for child in children)
+
+
 def _wait(children: list[int], control: socket.socket, seconds: float) -> dict[str, Any]:
     """Wait for the last child, the limit, or a message to stop; kill all.
 
@@ -114,7 +120,9 @@ def _wait(children: list[int], control: socket.socket, seconds: float) -> dict[s
     last = os.pidfd_open(children[-1])
     poll.register(last, select.POLLIN)
     poll.register(control, select.POLLIN)
-    ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+    ready = poll.poll(0)
+    while not ready and (left := end - time.monotonic()) > 0 and not _has_many_threads(children):
+        ready = poll.poll(min(left, _CHECK_SECONDS) * 1000)
     os.close(last)
     if any(descriptor == control.fileno() for descriptor, _ in ready):
         control.recv(MAX_REQUEST)

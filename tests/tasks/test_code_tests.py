@@ -319,3 +319,18 @@ def test_large_results_and_broken_texts(verifier: CodeVerifier) -> None:
     large = {"fn_name": "f", "inputs": [[200_000]], "outputs": [list(range(200_000))]}
     assert grade(verifier, "def f(n): return list(range(n))", large) == (True, 1.0)
     assert grade(verifier, "print(1)", {"inputs": ["\ud800"], "outputs": ["1"]})[1] in (0.0, 1.0)
+
+
+def test_modules_and_loops_of_a_test_are_its_own(verifier: CodeVerifier) -> None:
+    fake = "class math: isclose = staticmethod(lambda *a, **k: True)\ndef f(x): return 0"
+    assert grade(verifier, fake, ["assert math.isclose(f(1), 918.25)"]) == (False, 0.0)
+    assert grade(verifier, "def f(x): return x / 2", ["assert math.isclose(f(1), 0.5)"]) == (True, 1.0)
+    loop = {"test": "def check(candidate):\n assert all(map(lambda c: candidate(c) == c, [1, 2]))"}
+    loop["entry_point"] = "f"
+    assert grade(verifier, "def f(x): raise StopIteration", loop) == (False, 0.0)
+
+
+def test_threads_have_a_limit(verifier: CodeVerifier) -> None:
+    code = "import threading, time\nthreading.stack_size(1 << 15)\nfor _ in range(900):\n"
+    code += " threading.Thread(target=time.sleep, args=(2,)).start()\ntime.sleep(2)\nprint(2)"
+    assert grade(verifier, code, {"inputs": [""], "outputs": ["2"]}) == (False, 0.0)
