@@ -102,7 +102,7 @@ def test_settings_of_a_checkpoint_have_the_commit(
 
 @pytest.mark.slow
 def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
-    """Of other models config.json, and no training data."""
+    """It needs only config.json of other models, and no training data."""
     model = folder_files(scene.folder / "model")
     hub.models["Tiny/Teacher"] = teacher = Repository()
     teacher.push({**model, "config.json": model["config.json"] + b"\n"})
@@ -118,7 +118,7 @@ def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_pat
 
 @pytest.mark.slow
 def test_each_node_downloads_after_the_nodes_have_met(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
-    """Caches of their own: a download longer than --limit does not end the check of the nodes."""
+    """Each has a separate cache: a download longer than --limit does not end the check of the nodes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -28,19 +28,6 @@ QUICK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    from megarl_tasks.arithmetic import write_demo
-
-    folder = tmp_path_factory.mktemp("data")
-    write_demo(folder, 0)
-    return [
-        f"model.path={folder}/model",
-        f"data.train=[{folder}/train.jsonl]",
-        f"data.eval=[{folder}/eval.jsonl]",
-    ]
-
-
 class Nodes:
     """Two nodes with Kubeflow's variables, or SkyPilot's, and a rank on each of them."""
 

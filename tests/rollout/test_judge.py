@@ -93,7 +93,7 @@ def collect(world: Any, config: Config, verifier: Any, act: Any = lambda rank: r
         rank.close()
 
 
-def texts_of(batch: Any, tokenizer: Any) -> list[tuple[Sample, str]]:
+def decode_texts(batch: Any, tokenizer: Any) -> list[tuple[Sample, str]]:
     pairs = [pair for group in batch.groups for pair in group.texts(tokenizer)]
     assert len(pairs) == 12
     return pairs
@@ -105,7 +105,7 @@ def test_a_judge_as_a_term(world: Any) -> None:
         batch, state = collect(world, config, EvenLength(), lambda rank: (rank.collect(1), state_of(rank)))
         assert endpoint.most <= 3
     counted, agreements, calls = [], [], 0
-    for sample, text in texts_of(batch, world[1]):
+    for sample, text in decode_texts(batch, world[1]):
         shown = text.rpartition("</think>")[2].strip("\n")
         calls += bool(shown.strip())
         if sample.graded:
@@ -139,7 +139,7 @@ def test_a_judge_as_the_verifier_and_a_term_that_sees_its_verdict(world: Any) ->
         config = make_config(endpoint, verifier=JUDGE, terms={"seen": term}, judge={"threshold": 0.6})
         with VerifierPool(JUDGE, 1, 60.0, terms=config.reward.terms) as pool:
             batch = collect(world, config, pool)
-    for sample, _ in texts_of(batch, world[1]):
+    for sample, _ in decode_texts(batch, world[1]):
         if sample.graded:
             assert sample.score is not None and sample.correct == (sample.score >= 0.6)
             assert sample.terms == {"seen": sample.score}
