@@ -181,7 +181,7 @@ def test_the_limit_names_who_has_failed(error, graded, kind, message):
 
 
 def test_the_accepted_length_counts_all_verifications():
-    """Two responses: 3 drafts accepted in 2 passes, and 0 in 1: on average one in addition to that of the pass."""
+    """Two responses accept 3 drafts in 2 passes, and 0 in 1: one draft a pass, plus the token of the pass."""
     first, second, *rest = group(0, 1).samples
     assert "rollout/accept_length" not in response_stats([first, second, *rest])
     with_drafts = structs.replace(first, accepted_drafts=3, verifications=2)
