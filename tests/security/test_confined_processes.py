@@ -559,8 +559,10 @@ def test_numbers_of_system_calls(column: int, header: str, pattern: str) -> None
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed (linux-libc-dev)")
     known = {name: int(number) for name, number in re.findall(pattern, Path(header).read_text())}
+    newest = max(known.values())
     for name, numbers in (sandbox._ALWAYS | sandbox._SOMETIMES | sandbox._ATTRIBUTES).items():
-        assert numbers[column] == known.get(name, 0), name
+        if name in known or numbers[column] <= newest:  # a call of a later Linux is not in the list yet
+            assert numbers[column] == known.get(name, 0), name
 
 
 @pytest.mark.parametrize(
