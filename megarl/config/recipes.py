@@ -8,8 +8,8 @@ from typing import Any
 
 # Published algorithms; `config/schema/algorithm.py` names each key's equation.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Only the positive-example LM loss (VAPO eq. 9), on given responses.
-    "sft": {"algorithm": {"nll_weight": 1.0}},
+    # Only the positive-example LM loss (VAPO eq. 9), on given responses. Their likelihood lowers entropy.
+    "sft": {"algorithm": {"nll_weight": 1.0}, "guard": {"entropy_collapse": None}},
     # DAPO's "naive GRPO": sample-level loss, symmetric clip, no KL (DAPO section 2.3).
     "grpo": {"algorithm": {"advantage": "group", "aggregation": "sample", "clip_high": 0.2}},
     # DAPO eq. 8, 11, 13.

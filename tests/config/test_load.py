@@ -215,6 +215,9 @@ class TestPresets:
     def test_all_are_here(self) -> None:
         assert set(self.EXPECTED) == set(PRESETS) - {"sft"}
 
+    def test_a_warm_start_raises_no_alarm_about_entropy(self, minimum: Path) -> None:
+        assert load_config(minimum, ["recipe=sft"]).guard.entropy_collapse is None
+
     @pytest.mark.parametrize("recipe", EXPECTED)
     def test_switches(self, minimum: Path, recipe: str) -> None:
         config = load_config(minimum, [f"recipe={recipe}"])
