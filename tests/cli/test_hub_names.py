@@ -102,7 +102,7 @@ def test_settings_of_a_checkpoint_have_the_commit(
 
 @pytest.mark.slow
 def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
-    """It needs only config.json of other models, and no training data."""
+    """It needs no other model than the actor, and no training data."""
     model = folder_files(scene.folder / "model")
     hub.models["Tiny/Teacher"] = teacher = Repository()
     teacher.push({**model, "config.json": model["config.json"] + b"\n"})
@@ -113,7 +113,8 @@ def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_pat
     printed(scene, "eval", str(scene.config), *names, "evaluation.samples=1", f"run_dir={tmp_path}/run")
     downloads = hub.downloads()
     assert "test.jsonl" in downloads and "train.jsonl" not in downloads
-    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (2, 1)
+    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (1, 1)
+    assert not [path for _, path, _ in hub.requests if "Teacher" in path]
 
 
 @pytest.mark.slow
