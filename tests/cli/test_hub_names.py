@@ -67,11 +67,15 @@ def test_example(scene: Scene, hub: HubServer, tmp_path: Path, monkeypatch: pyte
     hub.models["Qwen/Qwen2.5-0.5B-Instruct"] = hub.models["Tiny/Qwen"]
     hub.datasets["openai/gsm8k"] = gsm8k = Repository()
     rows = (scene.folder / "train.jsonl").read_bytes()
-    gsm8k.push({f"main/{split}-00000-of-00001.jsonl": rows for split in ("train", "test")})
+    reordered = b"".join(reversed(rows.splitlines(keepends=True)))  # equal files are downloaded once
+    splits = {"train": rows, "test": reordered}
+    gsm8k.push({f"main/{split}-00000-of-00001.jsonl": content for split, content in splits.items()})
     example = str(ROOT / "examples" / "hub_names.yaml")
-    for options in ((), ("--eval",)):
+    for options, needed in (((), ["train"]), (("--eval",), ["train", "test"])):
         text = printed(scene, "data", "show", example, *options, "--rows", "1")
         assert text.startswith("data: 9 of 9 rows used") and "within \\boxed{}." in text
+        downloads = [name for name in hub.downloads() if name.endswith(".jsonl")]
+        assert downloads == [f"main/{split}-00000-of-00001.jsonl" for split in needed]
     readme = (ROOT / "examples" / "README.md").read_text()
     assert "megarl train examples/hub_names.yaml" in readme
 
