@@ -11,7 +11,7 @@ from typer import Option, Typer
 from megarl.cli.arguments import ConfigFile, Overrides
 from megarl.config import Config, check_config, load_config
 from megarl.config.errors import ConfigError
-from megarl.config.hub import RECORD, local_inputs
+from megarl.config.hub import ACTOR, RECORD, local_inputs
 from megarl.config.schema import DataEntry
 from megarl.config.text import printable
 
@@ -50,7 +50,9 @@ def show(
         name, entries = "data.eval", config.data.eval
     if not entries:
         raise ConfigError(f"{path}: {name}: names no file")
-    config = local_inputs(config, None, config.run_dir / RECORD, tokenizer_only=True)
+    # Rows of generated tasks exclude those of data.eval.
+    needed = (ACTOR, name, "data.eval") if config.data.has_gym else (ACTOR, name)
+    config = local_inputs(config, None, config.run_dir / RECORD, tokenizer_only=True, only=needed)
     entries = config.data.eval if held_out else config.data.train
     from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
     from megarl.weights.families import read_config

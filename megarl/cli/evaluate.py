@@ -21,7 +21,7 @@ from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
 from megarl.config.files import atomic_file, mark_required
-from megarl.config.hub import ACTOR, RECORD, describe_models, local_folder, local_inputs
+from megarl.config.hub import ACTOR, RECORD, local_folder, local_inputs
 from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 
@@ -67,10 +67,8 @@ def evaluate(
         from megarl.schedule.preflight import preflight_evaluation
 
         known, first = config.run_dir / RECORD, launched_rank() == 0
-        only = (ACTOR, "data.eval")
-        # Of the other models an evaluation compares config.json with a checkpoint's.
         record = folder / RECORD
-        config = describe_models(local_inputs(config, record, known, first=first, only=only))
+        config = local_inputs(config, record, known, first=first, only=(ACTOR, "data.eval"))
         checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
         policy, weights = find_policy(config, checkpoint)
         key = "model.path" if policy.model.path == config.model.path else "--checkpoint"

@@ -646,15 +646,19 @@ def _judge_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"{key}.weight: {what} (set reward.weight, or choose a rule as the verifier)"
 
 
+def judge_budget_problems(c: Config, engines: int) -> Iterator[str]:
+    """Yield budgets of a step, of which some engine would have no part."""
+    for name, budget in (("calls", c.reward.judge.max_calls), ("tokens", c.reward.judge.max_tokens)):
+        if budget is not None and budget < engines:
+            what = f"{budget} leaves some of the {engines} engines without {name} (raise it)"
+            yield f"reward.judge.max_{name}: {what}"
+
+
 def evaluation_problems(c: Config) -> Iterator[str]:
     """Yield problems of the entries of data.eval, and of a judge."""
     if c.reward.judge.url is not None:
         yield from _judge_problems(c.reward)
-        engines = c.parallel.rollout_ranks // c.rollout.engine_tp
-        for name, budget in (("calls", c.reward.judge.max_calls), ("tokens", c.reward.judge.max_tokens)):
-            if budget is not None and budget < engines:
-                what = f"{budget} leaves some of the {engines} engines without {name} (raise it)"
-                yield f"reward.judge.max_{name}: {what}"
+        yield from judge_budget_problems(c, c.parallel.rollout_ranks // c.rollout.engine_tp)
     elif c.reward.verifier == JUDGE:
         yield "reward.verifier: judge needs an endpoint (set reward.judge.url and reward.judge.model)"
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from megarl.config.check import check_config, evaluation_problems
+from megarl.config.check import check_config, evaluation_problems, judge_budget_problems
 from megarl.config.engines import ENGINES
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import mark_required, read_json, write_atomic
@@ -89,6 +89,9 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
         _check_self_teacher(config, where, folder)
     if config.has_engine and not replay:
         _check_engine_layout(config, folder.config, device, world)
+        engines = (config.parallel.rollout_ranks or _count_ranks(config, world)) // config.rollout.engine_tp
+        for problem in judge_budget_problems(config, engines):
+            raise ConfigError(f"{where}: {problem}")
         get_verifier(config.reward.verifier)
         load_runner(config, tokenizer)
         for name, term in config.reward.terms.items():

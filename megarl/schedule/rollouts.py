@@ -26,7 +26,7 @@ from megarl.data.prompts import Prompt, checksum_prompts
 from megarl.observe.run_log import SampleRecord
 from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0
 from megarl.parallel.runtime import Ranks
-from megarl.training.checkpoint import hash_file, list_fixed_settings
+from megarl.training.checkpoint import ADDED, hash_file, list_fixed_settings
 
 KEY = "value_pretraining.rollouts"
 FOLDER = "step-{:06d}"
@@ -226,7 +226,8 @@ def check_pretraining_rollouts(config: Config) -> None:
 def check_made_from(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting that differs.
 
-    Keys of one side only, from another version, are ignored."""
+    Keys of one side only, from another version, are ignored, except ADDED."""
+    then = ADDED | dict(then)
     for key, value in now.items():
         if key in then and then[key] != value:
             what = f"{key} {then[key]!r}, this run has {value!r}"

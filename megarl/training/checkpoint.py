@@ -154,17 +154,21 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 def list_fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a continued run must keep."""
-    settings = {
-        key: _plain(attrgetter(key)(config))
-        for key, _ in fields(Config)
-        if key in BOUND or not any(f"{key}.".startswith(f"{free}.") for free in FREE)
-    }
+    settings = _list_fixed_keys(config)
     models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
     models |= config.teacher.folders
     for key, folder in {"model.path": config.model.path, **models}.items():
         if folder is not None:
             settings[f"{key}/config.json"] = hash_file(folder / "config.json")
     return settings
+
+
+def _list_fixed_keys(config: Config) -> dict[str, Any]:
+    return {
+        key: _plain(attrgetter(key)(config))
+        for key, _ in fields(Config)
+        if key in BOUND or not any(f"{key}.".startswith(f"{free}.") for free in FREE)
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -226,7 +230,7 @@ def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
 
 
 def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
-    settings = list_fixed_settings(config)
+    settings = _list_fixed_keys(config)  # an evaluation may lack the other models
     for key, saved_value in (ADDED | checkpoint.settings).items():
         if key.startswith("actor.lora.") and settings[key] != saved_value:
             what = (

@@ -145,6 +145,9 @@ class TestKeys:
         " parallel.rollout_ranks=2": (
             "{x}: reward.judge.max_calls: 1 leaves some of the 2 engines without calls (raise it)"
         ),
+        "reward.judge.url=http://127.0.0.1:9/v1 reward.judge.model=m reward.judge.max_tokens=1": (
+            "{x}: reward.judge.max_tokens: 1 leaves some of the 2 engines without tokens (raise it)"
+        ),
         "reward.judge.url=http://me:pw@api.x/v1": (
             "{x}: reward.judge.url: must hold no user, password or query, because it is logged"
         ),

@@ -67,11 +67,15 @@ def test_example(scene: Scene, hub: HubServer, tmp_path: Path, monkeypatch: pyte
     hub.models["Qwen/Qwen2.5-0.5B-Instruct"] = hub.models["Tiny/Qwen"]
     hub.datasets["openai/gsm8k"] = gsm8k = Repository()
     rows = (scene.folder / "train.jsonl").read_bytes()
-    gsm8k.push({f"main/{split}-00000-of-00001.jsonl": rows for split in ("train", "test")})
+    reordered = b"".join(reversed(rows.splitlines(keepends=True)))  # equal files are downloaded once
+    splits = {"train": rows, "test": reordered}
+    gsm8k.push({f"main/{split}-00000-of-00001.jsonl": content for split, content in splits.items()})
     example = str(ROOT / "examples" / "hub_names.yaml")
-    for options in ((), ("--eval",)):
+    for options, needed in (((), ["train"]), (("--eval",), ["train", "test"])):
         text = printed(scene, "data", "show", example, *options, "--rows", "1")
         assert text.startswith("data: 9 of 9 rows used") and "within \\boxed{}." in text
+        downloads = [name for name in hub.downloads() if name.endswith(".jsonl")]
+        assert downloads == [f"main/{split}-00000-of-00001.jsonl" for split in needed]
     readme = (ROOT / "examples" / "README.md").read_text()
     assert "megarl train examples/hub_names.yaml" in readme
 
@@ -102,7 +106,7 @@ def test_settings_of_a_checkpoint_have_the_commit(
 
 @pytest.mark.slow
 def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_path: Path) -> None:
-    """It needs only config.json of other models, and no training data."""
+    """It needs no other model than the actor, and no training data."""
     model = folder_files(scene.folder / "model")
     hub.models["Tiny/Teacher"] = teacher = Repository()
     teacher.push({**model, "config.json": model["config.json"] + b"\n"})
@@ -113,7 +117,8 @@ def test_eval_downloads_only_what_it_reads(scene: Scene, hub: HubServer, tmp_pat
     printed(scene, "eval", str(scene.config), *names, "evaluation.samples=1", f"run_dir={tmp_path}/run")
     downloads = hub.downloads()
     assert "test.jsonl" in downloads and "train.jsonl" not in downloads
-    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (2, 1)
+    assert (downloads.count("config.json"), downloads.count("model.safetensors")) == (1, 1)
+    assert not [path for _, path, _ in hub.requests if "Teacher" in path]
 
 
 @pytest.mark.slow

@@ -99,14 +99,8 @@ def make_config(tmp_path: Path, *overrides: str, train: str = "openai/gsm8k:main
         ("Qwen/Qwen3-4B@refs/pr/1", ("Qwen/Qwen3-4B", "refs/pr/1", "")),
         ("openai/gsm8k:main/train", ("openai/gsm8k", "main", "main/train")),
         ("openai/gsm8k@v1:main/x.parquet", ("openai/gsm8k", "v1", "main/x.parquet")),
-        *(
-            (text, None)
-            for text in ("a/b.jsonl", "a/b.gguf", "/a/b", "./a/b/c", "a", "a/b/c", "../a", "a/..")
-        ),
-        *(
-            (text, None)
-            for text in ("models/Qwen2.5-7B", "data/x", "runs/demo", "here/is", "o/n:../../x.jsonl")
-        ),
+        *((text, None) for text in ("a/b.jsonl", "a/b.gguf", "/a/b", "a", "a/b/c", "../a", "a/..")),
+        *((text, None) for text in ("models/Qwen2.5-7B", "data/x", "here/is", "o/n:../../x.jsonl")),
     ],
 )
 def test_names_and_paths(
@@ -139,9 +133,8 @@ def test_downloads_only_what_a_run_reads(server: HubServer, cache: Path, tmp_pat
     assert (held_out.name, str(held_out.path).endswith("main/test-00000-of-00001.parquet")) == ("gsm8k", True)
     assert not [name for name in server.downloads() if "socratic" in name]
     # Its own configuration file is pinned to the commits, and a second start asks the hub nothing.
-    asked = len(server.requests)
-    assert local_inputs(pin_names(config)) is not config
     written = pin_names(config)
+    assert local_inputs(written) == config
     assert str(written.model.path) == f"Tiny/Qwen2.5-0.5B@{commit}"
     assert "main/train-00001-of-00002.parquet" in str(written.data.train[1].path)
     asked = len(server.requests)
@@ -160,6 +153,9 @@ def test_a_run_keeps_its_revision(server: HubServer, cache: Path, tmp_path: Path
     assert local_inputs(chosen).model.path == first.model.path
     record = json.loads((given.run_dir / RECORD).read_text())
     assert record["model Tiny/Qwen2.5-0.5B"]["commit"] == older
+    name = given.model.path
+    folder = local_folder(name, "--checkpoint", given.run_dir / RECORD, first=False)
+    assert folder == first.model.path and local_folder(name, "--checkpoint").name == newer
 
 
 def test_other_ranks_wait_for_the_record(
@@ -199,10 +195,6 @@ def test_other_ranks_wait_for_the_record(
         (
             "data.train=['openai/gsm8k:main/dev']",
             "data.train[0]: openai/gsm8k:main/dev: has no main/dev (write one of",
-        ),
-        (
-            "data.train=[openai/gsm8k]",
-            "data.train[0]: openai/gsm8k: has several splits (write one of :main/train, ",
         ),
         (
             "data.train=[openai/none]",
@@ -355,10 +347,8 @@ def test_a_star_of_the_readme_stays_in_its_folder() -> None:
         (["d/partial-train/0000.parquet"], "", False, "the hub has converted only the first part of train"),
         (["train-00000-of-00002.parquet"], "", False, "train-of-00002: 1 of 2 files are there"),
         (["test.jsonl"], "", False, "has no split train (write one of :default/test after the name)"),
-        (["train.parquet"], "", True, "has no split test (write one of :default/train after the name)"),
         (["aime.parquet"], "", True, "has no split test (write one of :default/train after the name)"),
         (["train.parquet"], "train", True, ["train.parquet"]),
-        (["test.jsonl"], "test", False, ["test.jsonl"]),
         (["a/train.jsonl", "b/test.jsonl"], "a", True, "has no split test (write one of :a/train, :b/test "),
         (["x.jsonl"], "y", False, "has no y (write one of :default/train after the name)"),
     ],
@@ -429,14 +419,6 @@ def test_the_record_of_the_run_wins(server: HubServer, cache: Path, tmp_path: Pa
     for first in (False, True):
         config = local_inputs(given, evaluated, run, first=first, only=("model",))
         assert config.model.path.name == trained
-
-
-def test_ranks_take_one_commit_of_a_checkpoint(server: HubServer, cache: Path, tmp_path: Path) -> None:
-    path, record = Path("Tiny/Qwen2.5-0.5B"), tmp_path / RECORD
-    folder = local_folder(path, "--checkpoint", record)
-    server.models[str(path)].push({"config.json": b"{}", "model.safetensors": b""})
-    assert local_folder(path, "--checkpoint", record, first=False) == folder
-    assert local_folder(path, "--checkpoint") != folder
 
 
 def test_many_note_a_commit_at_once(cache: Path) -> None:

@@ -29,7 +29,7 @@ from tests.judge_server import right_if_reference, serve
 from tests.tiny_models import make_tiny_model
 
 EXAMPLES = ROOT / "examples"
-RUNS = ("own_reward", "own_episode", "self_distillation", "sampling_replay")
+RUNS = ("own_reward", "own_episode", "self_distillation", "sampling_replay", "method")
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 MAX_LINES = 59
 
@@ -46,7 +46,7 @@ def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_example_is_short_and_listed() -> None:
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.iterdir():
-        if path.suffix in (".py", ".yaml"):
+        if path.suffix in (".py", ".sh", ".yaml"):
             assert path.read_text().count("\n") <= MAX_LINES, path.name
             assert f"({path.name})" in readme, path.name
 

@@ -52,14 +52,11 @@ def start(
     Nobody listens at the address."""
     (folder / "kubeconfig").write_text(KUBECONFIG)
     home = {"HOME": str(folder), "NEMORUN_HOME": str(folder / "nemo"), "PYTHONPATH": str(ROOT)}
+    launch = (sys.executable, str(ROOT / "tools" / "launch.py"), "configs/vapo_32b.yaml")
     return subprocess.run(
-        [
-            sys.executable,
-            *(program or (str(ROOT / "tools" / "launch.py"), "configs/vapo_32b.yaml")),
-            *arguments,
-        ],
+        [*(program or launch), *arguments],
         cwd=ROOT,
-        env={"KUBECONFIG": str(folder / "kubeconfig"), **os.environ, **home},
+        env={"KUBECONFIG": str(folder / "kubeconfig"), **os.environ, **home, "PYTHON": sys.executable},
         input=given,
         capture_output=True,
         text=True,
@@ -144,7 +141,7 @@ def test_a_task_is_one_that_skypilot_accepts(tmp_path: Path, on: str) -> None:
     overrides = [RUN_DIR, "data.train=[/runs/two words.jsonl]"]
     options = ["--infra", on, "--volume", volume, "--nodes", "16"]
     [task] = dry_run(tmp_path, *overrides, *SKYPILOT, *options)
-    read = start(tmp_path, program=("-c", READ_TASK), given=json.dumps(task))
+    read = start(tmp_path, program=(sys.executable, "-c", READ_TASK), given=json.dumps(task))
     assert read.stdout.splitlines()[-1] == "16 {'H100': 8}", read.stderr
     assert list(task["resources"]["image_id"].values()) == ["docker:registry/megarl"]
     assert task["envs"] == {"MEGARL_HOME": "/nemo_run/code", "MEGARL_GRACE": "540"}
@@ -160,6 +157,15 @@ def test_a_task_is_one_that_skypilot_accepts(tmp_path: Path, on: str) -> None:
         "\n"
     )
     assert words[:-1] == ["/nemo_run/code/tools/node.sh", "configs/vapo_32b.yaml", *overrides]
+
+
+@needs_clouds
+def test_the_example_prints_both_jobs(tmp_path: Path) -> None:
+    done = start(tmp_path, program=("bash", "examples/launch.sh"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    task, train_job = (next(YAML(typ="safe").load_all(text)) for text in done.stdout.split("---\n")[1:])
+    assert (task["num_nodes"], task["resources"]["infra"]) == (16, "kubernetes")
+    assert (train_job["kind"], train_job["spec"]["trainer"]["numNodes"]) == ("TrainJob", 16)
 
 
 @needs_clouds

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.config.schema import Config
+from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
 from megarl.rollout import messages as m
@@ -22,8 +29,10 @@ from megarl.rollout.controller import StepGroups
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.in_flight import InFlightController
+from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams
-from tests.rollout.conftest import TINIEST
+from tests.rollout.conftest import LIMIT, TINIEST, threads
+from tests.rollout.test_streaming import OddText
 from tests.tiny_models import make_tiny_model
 
 PARAMS = SamplingParams(24)
@@ -119,6 +128,148 @@ def test_an_order_ends_a_poll(folder: Path) -> None:
     assert {data.num_tokens for _, data in partials} == {10}
 
 
+class HeldEngine(TransformersEngine):
+    """An engine that finishes `allowed` more responses, one after the other.
+
+    is_held: a poll lasts until an order ends it. is_polling: such a poll waits now. ended: number of polls
+    that an order has ended"""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, max_batch=1)
+        self.is_held, self.allowed, self.ended, self.is_polling = False, 0, 0, threading.Event()
+
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
+        deadline = time.monotonic() + LIMIT
+        while self.is_held and not self.should_end_poll():
+            self.is_polling.set()
+            assert time.monotonic() < deadline, "no order has ended the poll"
+            time.sleep(0.001)
+        self.is_polling.clear()
+        self.ended += self.is_held
+        responses = super().poll(0.0) if self.allowed and not self.is_held else []
+        self.allowed -= len(responses)
+        return responses
+
+
+class Trainers:
+    """The trainers' end of the connection to the first rank.
+
+    passed_on: orders that the first rank has passed on, and whether one is then underway to its worker"""
+
+    def __init__(self, rank: RolloutRank) -> None:
+        assert isinstance(rank.controller, InFlightController)
+        self.controller, self._context = rank.controller, zmq.asyncio.Context()
+        self.link = m.Link(self._context, rank.address, m.TRAINER)
+        self.passed_on, pass_on = list[tuple[type, bool]](), self.controller.pass_on
+
+        async def watch(order: m.TransferWeights | m.StoreRollout) -> None:
+            await pass_on(order)
+            self.passed_on.append((type(order), self.controller.orders_underway == 1 and rank._has_order()))
+
+        self.controller.pass_on = watch  # type: ignore[method-assign]
+
+    async def receive(self) -> m.Message | None:
+        answer = await self.link.receive(LIMIT)
+        assert self.controller.orders_underway == 0, "the first rank has followed the order"
+        return answer
+
+    async def wait_until(self, is_true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT):
+            while not is_true():
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        await self.link.send(m.Shutdown())
+        self.link.close()
+        self._context.term()
+
+
+def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
+    """Ranks whose engines would poll without end follow a transfer, and store a batch."""
+    config = Config(
+        recipe="dapo",
+        run_dir=Path("runs/x"),
+        steps=2,
+        model={"path": folder},  # type: ignore[arg-type]
+        rollout={  # type: ignore[arg-type]
+            "prompts": 1,
+            "group_size": 2,
+            "max_response_tokens": 8,
+            "dynamic_sampling": {"enabled": False},
+        },
+        parallel={"rollout_ranks": 2, "timeout": LIMIT},  # type: ignore[arg-type]
+        schedule={"in_flight": "retract", "max_staleness": 2},  # type: ignore[arg-type]
+    )
+    engines, runtimes, log = [HeldEngine(folder) for _ in range(2)], threads(2), list[tuple[str, int]]()
+    tokenizer, ranks = AutoTokenizer.from_pretrained(folder), dict[int, RolloutRank]()
+    numbers: Iterator[int] = iter(range(10**6))
+
+    def take_prompts(n: int) -> list[Prompt]:
+        return [Prompt(next(numbers), "", (3, 9, 4), "") for _ in range(n)]
+
+    def start_rank(i: int) -> None:
+        engines[i].start()
+        set_weights(engines[i], 0)
+        inputs = config, runtimes[i], engines[i], OddText(), tokenizer
+        ranks[i] = RolloutRank(*inputs, take_prompts=take_prompts)
+
+    def collect_on_rank(i: int) -> None:
+        def transfer(version: int) -> None:
+            set_weights(engines[i], version)
+            log.append((f"version {version}", i))
+
+        def store(number: int, batch: RolloutBatch, done: int) -> m.RolloutStored:
+            log.append((f"step {number}", i))
+            return m.RolloutStored("train", number, {}, {}, [])
+
+        try:
+            ranks[i].collect_in_flight(m.CollectRollout("train", 1, 0), transfer, store, lambda: None)
+        finally:
+            ranks[i].close()
+
+    async def train() -> None:
+        trainers, (first, second) = Trainers(ranks[0]), engines
+        try:
+            # The four responses of two steps: two of them are on each engine.
+            await trainers.link.send(m.CollectRollout("train", 2, 0))
+            await trainers.wait_until(lambda: [engine.running for engine in engines] == [2, 2])
+            first.is_held = second.is_held = True
+            await trainers.wait_until(lambda: all(engine.is_polling.is_set() for engine in engines))
+            ended = [engine.ended for engine in engines]
+            await trainers.link.send(m.TransferWeights(1))
+            assert await trainers.receive() == m.TransferReady(1)
+            await trainers.wait_until(lambda: len(log) == 2)
+            assert sorted(log) == [("version 1", 0), ("version 1", 1)]
+            assert all(engine.ended > before for engine, before in zip(engines, ended, strict=True))
+            # The second rank is held again when the first one finishes the batch of step 1.
+            second.is_held, second.allowed = False, 1
+            slots = trainers.controller.dispatcher.slots
+            await trainers.wait_until(lambda: any(slot.sample for slot in list(slots.values())))
+            second.is_held = True
+            await trainers.wait_until(second.is_polling.is_set)
+            ended_before = second.ended
+            first.is_held, first.allowed = False, 2
+            answer = await trainers.receive()
+            assert isinstance(answer, m.RolloutStored) and answer.number == 1
+            await trainers.wait_until(lambda: ("step 1", 1) in log)
+            assert second.ended > ended_before
+            second.is_held, second.allowed = False, 1
+            answer = await trainers.receive()
+            assert isinstance(answer, m.RolloutStored) and answer.number == 2
+            kinds = (m.TransferWeights, m.StoreRollout, m.StoreRollout)
+            assert trainers.passed_on == [(kind, True) for kind in kinds]
+        finally:
+            first.is_held = second.is_held = False
+            await trainers.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(start_rank, range(2)))
+        running = [pool.submit(collect_on_rank, i) for i in range(2)]
+        asyncio.run(train())
+        for future in running:
+            future.result(LIMIT)
+
+
 def test_an_abort_returns_what_there_is(folder: Path) -> None:
     """A continued response is the uninterrupted one."""
     engine = TransformersEngine(folder, max_batch=4)
@@ -186,10 +337,6 @@ def collect(
     choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool
 ) -> list[tuple[int, StepGroups]]:
     """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there."""
-    import asyncio
-
-    from megarl.config.schema import Config
-
     config = Config(
         recipe="dapo",
         run_dir=Path("runs/x"),
@@ -288,8 +435,6 @@ def test_started_groups_have_a_limit_when_few_are_accepted() -> None:
 @pytest.mark.parametrize("boundary", [2, 3, 4])
 def test_a_stop_text_across_an_update_ends_the_response(boundary: int) -> None:
     """SGLang does not search the tokens that a request is sent again with."""
-    import asyncio
-
     from megarl.rollout.episode import generate_turn
 
     letters = "xa</b>yz"

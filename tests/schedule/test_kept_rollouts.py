@@ -5,6 +5,8 @@ A rollout of other sampling settings is refused.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,7 +26,12 @@ from megarl.config.errors import ConfigError, DataError
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch, read_batch, write_batch
 from megarl.parallel.runtime import Runtime
-from megarl.schedule.rollouts import RolloutStore, read_rollout
+from megarl.schedule.rollouts import (
+    RolloutStore,
+    check_pretraining_rollouts,
+    read_rollout,
+    sampling_settings,
+)
 from megarl.schedule.run import build_run
 from megarl.schedule.trainer import Trainer
 from tests.ranks import RankPool
@@ -247,6 +254,35 @@ def test_rollouts_of_something_else_are_refused(
             assert main(["train", str(tmp_path / "config.yaml")]) == 2
             assert capsys.readouterr().err.startswith(f"megarl: {message}")
     assert len(list(first.iterdir())) == 3
+
+
+def test_the_judge_of_stored_rollouts(folder: Path, tmp_path: Path) -> None:
+    """Versions without judges have stored no key of a judge."""
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "one"}
+    no_judge, with_judge = ({"judge": keys} for keys in ({}, judge))
+    elsewhere, other = ({"judge": judge | keys} for keys in ({"url": "http://x/v1"}, {"model": "two"}))
+    manifest = tmp_path / "step-000001" / "manifest.json"
+    manifest.parent.mkdir()
+
+    def find_problem(stored: dict[str, Any], now: dict[str, Any], *, is_old: bool = False) -> str:
+        made_from = sampling_settings(config_of(folder, "judge", reward=stored))
+        if is_old:
+            made_from = {key: v for key, v in made_from.items() if not key.startswith("reward.judge")}
+        text = json.dumps({"made_from": made_from, "files": {}, "state": {}})
+        manifest.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+        kept = {"value_pretraining": {"rollouts": tmp_path}}
+        try:
+            check_pretraining_rollouts(config_of(folder, "judge", reward=now, **kept))
+        except ConfigError as error:
+            return str(error).partition("was sampled with ")[2].partition(" (")[0]
+        return ""
+
+    assert find_problem(no_judge, no_judge, is_old=True) == ""
+    assert find_problem(no_judge, with_judge, is_old=True) == "reward.judge.model '', this run has 'one'"
+    assert find_problem(no_judge, with_judge) == "reward.judge.model '', this run has 'one'"
+    assert find_problem(with_judge, no_judge) == "reward.judge.model 'one', this run has ''"
+    assert find_problem(with_judge, other) == "reward.judge.model 'one', this run has 'two'"
+    assert find_problem(with_judge, with_judge) == find_problem(with_judge, elsewhere) == ""
 
 
 def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -807,6 +807,9 @@ def test_adapters_stay_those_of_the_run(folder: Path, tmp_path: Path) -> None:
     same = made(tmp_path, 1, settings)
     check_continues(config, same)
     check_same_adapters(config, same)
+    # An evaluation needs no files of the teacher.
+    lora, absent = {"lora": {"rank": 4}}, tmp_path / "absent"
+    check_same_adapters(make_config(folder, tmp_path, actor=lora, teacher={"path": absent}), same)
 
 
 def test_free_keys_may_change(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ SCRIPTS = [
     *sorted((ROOT / "slurm").iterdir()),
     ROOT / "tests" / "slurm" / "install.sh",
     ROOT / "tools" / "node.sh",
+    ROOT / "examples" / "launch.sh",
 ]
 PLUGIN = os.environ.get("MEGARL_TEST_PYXIS")
 # Settings of a job, and what must not pass. The image is what enroot imports, or a file of it.
