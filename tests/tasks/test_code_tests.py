@@ -429,7 +429,7 @@ def test_tests_and_answers_use_each_others_objects(verifier: CodeVerifier, code:
 
 
 def test_the_candidate_may_be_a_method(verifier: CodeVerifier) -> None:
-    """As in data sets of LeetCode."""
+    """Read the `entry_point` of LeetCode's data sets."""
     test = {"test": "def check(candidate):\n assert candidate(x=1) == 2", "entry_point": "Solution().f"}
     assert grade(verifier, "class Solution:\n def f(self, x): return x + 1", test) == (True, 1.0)
 
