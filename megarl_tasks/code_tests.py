@@ -97,9 +97,12 @@ def _read(value: Any) -> Tests:
             name: Any = first.get("fn_name")
             if name is None and isinstance(metadata, dict):
                 name = metadata.get("func_name")
-            return _read_cases([case["input"] for case in value], [case["output"] for case in value], name)
-        case {"inputs": inputs, "outputs": outputs}:  # APPS, TACO, PRIME
-            return _read_cases(inputs, outputs, value.get("fn_name"))
+            return _read_cases(
+                [case["input"] for case in value], [case["output"] for case in value], name, True
+            )
+        case {"inputs": inputs, "outputs": outputs}:
+            is_json = all(isinstance(case, str) for case in inputs)  # PRIME; not APPS, TACO
+            return _read_cases(inputs, outputs, value.get("fn_name"), is_json)
         case {"test": str(code)}:  # HumanEval, KodCode
             return _read_code(code, value.get("entry_point"))
         case {"test_list": tests}:  # MBPP
@@ -112,11 +115,13 @@ def _is_code(text: str) -> bool:
     return text.lstrip()[:1] not in ("{", "[", '"')
 
 
-def _read_cases(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None) -> Tests:
+def _read_cases(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None, is_json: bool) -> Tests:
+    """is_json: outputs of a function that are texts are JSON"""
     if name is None:
         return Script(*([_as_text(value) for value in values] for values in (inputs, outputs)))
     arguments = [_parse_lines(value) if isinstance(value, str) else list(value) for value in inputs]
-    results = [json.loads(value) if isinstance(value, str) and value else value for value in outputs]
+    has_json = [is_json and isinstance(value, str) and value != "" for value in outputs]
+    results = [json.loads(value) if has else value for value, has in zip(outputs, has_json, strict=True)]
     return Calls(name, arguments, results)
 
 

@@ -15,10 +15,10 @@ class UnknownValueError(Exception):
     """A value is not plain, or a message describes none."""
 
 
-def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
+def encode(value: Any, describe: Callable[[Any], dict[str, Any]] | None = None) -> Any:
     """Return what JSON can hold.
 
-    keep: stores another object and returns its handle; without it such objects raise UnknownValueError."""
+    describe: returns another object's message; without it such objects raise UnknownValueError."""
     if value is None or isinstance(value, bool):
         return value
     for plain in (str, int):
@@ -27,26 +27,25 @@ def encode(value: Any, keep: Callable[[Any], int] | None = None) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, list):
-        return [encode(item, keep) for item in value]
+        return [encode(item, describe) for item in value]
     if isinstance(value, tuple | set | frozenset):
         tag = next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind))
-        return {tag: [encode(item, keep) for item in value]}
+        return {tag: [encode(item, describe) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
+        return {"dict": [[encode(key, describe), encode(item, describe)] for key, item in value.items()]}
     if isinstance(value, complex):
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
-    as_list = getattr(value, "tolist", None)  # numpy
-    if callable(as_list) and not isinstance(value, type):
-        return encode(as_list(), keep)
-    if keep is None:
+    if hasattr(type(value), "tolist"):  # numpy
+        return encode(value.tolist(), describe)
+    if describe is None:
         raise UnknownValueError(type(value).__name__)
-    return {"handle": keep(value)}
+    return describe(value)
 
 
-def decode(message: Any, find: Callable[[int], Any] | None = None) -> Any:
-    """Return the value of a message. find: returns the object of a handle.
+def decode(message: Any, find: Callable[[str, Any], Any] | None = None) -> Any:
+    """Return the value of a message. find: returns the object of another tag and its content.
 
     Raises UnknownValueError, TypeError, ValueError or RecursionError for other messages."""
     if isinstance(message, list):
@@ -67,6 +66,6 @@ def decode(message: Any, find: Callable[[int], Any] | None = None) -> Any:
         return complex(real, imaginary)
     if tag == "bytes":
         return bytes.fromhex(content)
-    if tag == "handle" and find is not None:
-        return find(content)
+    if find is not None:
+        return find(tag, content)
     raise UnknownValueError(f"unknown tag {tag!r}")

@@ -1,10 +1,9 @@
 """What the confined processes of programs.py do: run an answer, call its functions, or test them.
 
 An answer's process never has an expected result. Tests with expected results run in another process, which
-calls the answer's functions by messages."""
+calls the answer's functions by messages (remote_objects.py)."""
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
@@ -15,9 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
-from megarl.rewards.plain_values import decode, encode
+from megarl.rewards.plain_values import encode
+from megarl.rewards.remote_objects import Peer, TestsPeer
 
 _MODULE = "solution"  # the name by which tests may import the answer
 
@@ -46,7 +46,7 @@ def _load_answer(source: str) -> ModuleType:
     """Run an answer as a module, whose annotations are not evaluated: data sets leave out their imports."""
     module = ModuleType(_MODULE)
     sys.modules[_MODULE] = module
-    flags = __future__.annotations.compiler_flag
+    flags = annotations.compiler_flag
     exec(compile(source, "answer.py", "exec", flags=flags, dont_inherit=True), module.__dict__)
     return module
 
@@ -70,116 +70,13 @@ def call_function(setup: Mapping[str, Any], descriptors: list[int]) -> int:
 
 
 def serve_answer(setup: Mapping[str, Any], descriptors: list[int]) -> int:
-    """Answer the messages of `run_tests`: [0, handle, name] reads an attribute, [1, handle, arguments,
-    keywords] calls. Handle 0 is the answer's module."""
-    requests, replies = os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w")
-    objects: list[Any] = [None]
-
-    def keep(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
-
-    error: BaseException | None = None
-    try:
-        objects[0] = _load_answer(setup["source"])
-    except BaseException as problem:  # noqa: BLE001 (reported to the tests)
-        error = problem
-    for line in requests:
-        arguments: list[Any] = []
-        try:
-            if error is not None:
-                raise error
-            message = json.loads(line)
-            target = objects[message[1]]
-            if message[0] == 0:
-                value = getattr(target, message[2])
-            else:
-                arguments, keywords = (decode(part, objects.__getitem__) for part in message[2:])
-                value = target(*arguments, **keywords)
-            reply = {"value": encode(value, keep), "arguments": encode(arguments, keep)}
-            text = json.dumps(reply)
-        except BaseException as problem:  # noqa: BLE001 (reported to the tests)
-            text = json.dumps({"error": [type(problem).__name__, str(problem)]})
-        replies.write(text + "\n")
-        replies.flush()
+    """Let tests use the answer, whose module is object 0, until they end."""
+    peer = Peer(os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w"))
+    with suppress(BaseException):  # the tests find no object 0
+        peer.share(_load_answer(setup["source"]))
+    with suppress(RuntimeError):
+        peer.serve()
     return 0
-
-
-class _Answer:
-    """The tests' side of the messages."""
-
-    def __init__(self, replies: IO[str], requests: IO[str]) -> None:
-        self._replies, self._requests = replies, requests
-        self.has_ended = False
-
-    def read(self, handle: int, name: str) -> Any:
-        return self._ask([0, handle, name])[0]
-
-    def call(self, handle: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        value, changed = self._ask([1, handle, encode(list(arguments)), encode(keywords)])
-        for argument, now in zip(arguments, changed, strict=True):
-            if type(argument) in (list, dict) and type(now) is type(argument) and argument != now:
-                argument.clear()
-                argument.extend(now) if isinstance(argument, list) else argument.update(now)
-        return value
-
-    def _ask(self, message: list[Any]) -> tuple[Any, Any]:
-        try:
-            self._requests.write(json.dumps(message, default=_handle) + "\n")
-            self._requests.flush()
-            line = self._replies.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            self.has_ended = True
-            raise RuntimeError("the answer's process has ended")
-        reply = json.loads(line)
-        if "error" in reply:
-            name, text = reply["error"]
-            kind = getattr(builtins, str(name), None)
-            is_error = isinstance(kind, type) and issubclass(kind, Exception)
-            if name in (
-                "StopIteration",
-                "StopAsyncIteration",
-            ):  # would end a loop of the test as if it were done
-                is_error = False
-            raise (kind if is_error and kind is not None else RuntimeError)(text)
-        return decode(reply["value"], self._object), decode(reply["arguments"], self._object)
-
-    def _object(self, handle: int) -> Any:
-        return _make_remote(self, handle)
-
-
-def _handle(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} cannot be an argument")
-
-
-def _make_remote(answer: _Answer, handle: int) -> Any:
-    """Return a stand-in for an object of the answer: it can be called, and has the object's attributes."""
-
-    class Remote:
-        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-            return answer.call(handle, arguments, keywords)
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return answer.read(handle, name)
-
-    return Remote()
-
-
-class _AnswerModule(ModuleType):
-    """What `import solution` gives to tests."""
-
-    def __init__(self, answer: _Answer) -> None:
-        super().__init__(_MODULE)
-        self._answer = answer
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._answer.read(0, name)
 
 
 def _free_names(codes: list[str]) -> set[str]:
@@ -215,33 +112,36 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
 
     The test in which the answer's process ends is the last.
 
-    setup: `candidate` names the function that tests call by that name, if not null"""
-    answer = _Answer(os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w"))
+    setup: `candidate` is the function that tests call by that name, such as `f` or `Solution().f`"""
+    space: dict[str, Any] = {"__name__": "tests"}
+    peer = TestsPeer(os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w"), space)
+    answer, module = peer.get_stand_in(0), ModuleType(_MODULE)
+    vars(module)["__getattr__"] = answer.__getattr__
+    sys.modules[_MODULE] = module
     with open(descriptors[2], "w") as results:
-        sys.modules[_MODULE] = _AnswerModule(answer)
-        space: dict[str, Any] = {"__name__": "tests"}
         codes = [setup["before"], *setup["tests"]]
         free_names = _free_names(codes)
         modules = _find_modules(codes, free_names)
         for name in modules:
             with suppress(ImportError):  # the test that uses it fails
                 space[name] = import_module(name)
-        names = {name: name for name in free_names - modules}
-        if setup["candidate"] is not None:
-            names["candidate"] = setup["candidate"]
-        for name, target in names.items():
-            with suppress(Exception):  # the test that uses it fails
-                space[name] = answer.read(0, target)
+        for name in free_names - modules - {"candidate"}:
+            with suppress(Exception):
+                space[name] = getattr(answer, name)
+        with suppress(Exception):
+            root = setup["candidate"].partition("(")[0].partition(".")[0]
+            space["candidate"] = eval(setup["candidate"], {root: getattr(answer, root)})
         exec(compile(setup["before"], "tests.py", "exec"), space)
         for test in setup["tests"]:
+            peer.has_failed = False
             try:
                 exec(compile(test, "tests.py", "exec"), space)
-                passed = True
+                passed = not peer.has_failed
             except BaseException:  # noqa: BLE001 (a test that raises has failed)
                 passed = False
             results.write(json.dumps(passed) + "\n")
             results.flush()
-            if answer.has_ended:
+            if peer.has_ended:
                 break
     return 0
 

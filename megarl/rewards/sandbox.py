@@ -248,15 +248,16 @@ def restrict(process: Supervised) -> list[str]:
     return layers
 
 
-def confine(folder: Path, readable: Iterable[Path]) -> bool:
+def confine(folder: Path, readable: Iterable[Path], *, files_only: bool = False) -> bool:
     """Leave this process only `readable`, the writable `folder`, and calculation, for good.
 
-    It starts no process. Returns whether Landlock and seccomp both apply."""
+    It starts no process. Returns whether Landlock and seccomp both apply.
+    files_only: it creates regular files only, because removing many folders takes minutes"""
     process = Supervised(CALCULATE, folder, ())
     _drop_all_capabilities()
     _call(_LIBC.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     hide_memory()
-    has_landlock = bool(_landlock(process, readable))
+    has_landlock = bool(_landlock(process, readable, _MAKE_OTHERS if files_only else 0))
     return _filter_calls(process, False, False) and has_landlock
 
 
@@ -351,6 +352,7 @@ def _drop_capabilities() -> None:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_MAKE_OTHERS = 0b1111011 << 6  # folders, links, pipes, sockets, devices; not MAKE_REG
 _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
 _RIGHTS = (0, 13, 14, 15, 15, 16)  # number of file rights, by version
@@ -361,8 +363,8 @@ def landlock_version() -> int:
     return max(0, int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
-def _landlock(process: Supervised, readable: Iterable[Path]) -> int:
-    """Restrict reading and writing; return Landlock's version."""
+def _landlock(process: Supervised, readable: Iterable[Path], withheld: int = 0) -> int:
+    """Restrict reading and writing; return Landlock's version. withheld: rights in its own folder"""
     if not (version := landlock_version()):
         return 0
     handled_rights = (1 << _RIGHTS[min(version, len(_RIGHTS) - 1)]) - 1
@@ -377,7 +379,7 @@ def _landlock(process: Supervised, readable: Iterable[Path]) -> int:
     for path, rights in (
         *((path, read_rights) for path in readable),
         *((Path("/dev", name), _READ | _WRITE) for name in _DEVICES),
-        (process.folder, handled_rights),
+        (process.folder, handled_rights & ~withheld),
     ):
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

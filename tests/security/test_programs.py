@@ -23,7 +23,7 @@ from megarl.rewards.programs import Limits, ProgramError, Programs
 from megarl.rewards.sandbox import can_confine
 from megarl_tasks.code_verifier import CodeVerifier
 
-LIMITS = Limits(cpu=1, wall=10, memory_mib=512)
+LIMITS = Limits(cpu=1, wall=100, memory_mib=512)  # of computation, whatever else the machine does
 SECRET = 918273645
 C = "import ctypes; c = ctypes.CDLL(None, use_errno=True); "
 
@@ -39,8 +39,10 @@ def programs() -> Iterator[Programs]:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[CodeVerifier]:
-    verifier = CodeVerifier(timeout=4.0)
-    yield verifier
+    verifier = CodeVerifier(timeout=1000.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl_tasks.code_verifier._WALL", 100.0)
+        yield verifier
     verifier.close()
 
 
@@ -66,13 +68,17 @@ REACHES = {
     "a process by libc": C + "print(1) if c.fork() >= 0 else sys.exit(1)",
     "its parent as a debugger": C + "print(1) if not c.ptrace(16, os.getppid(), None, None) else sys.exit(1)",
     "a namespace": C + "print(1) if not c.unshare(0x10000000) else sys.exit(1)",
+    "a folder of folders": "os.mkdir('d'); print(1)",
+    "a symbolic link": "os.symlink('a', 'b'); print(1)",
+    "a named pipe": "os.mkfifo('p'); print(1)",
+    "a device": "os.mknod('d', 0o600 | stat.S_IFCHR, os.makedev(1, 3)); print(1)",
     "a large file": "open('f', 'wb').write(bytes(200 << 20)); print(1)",
     "a mode": "open('f', 'w'); os.chmod('f', 0o4755); print(1)",
     "10 GB of memory": "x = bytes(10 << 30); print(1)",
     "higher limits": "resource.setrlimit(resource.RLIMIT_CPU, (99, 99)); print(1)",
     "many open files": "fs = [open(os.devnull) for _ in range(500)]; print(1)",
 }
-IMPORTS = "import os, sys, socket, subprocess, resource\n"
+IMPORTS = "import os, sys, socket, stat, subprocess, resource\n"
 
 
 @pytest.mark.parametrize("name", REACHES)
@@ -105,9 +111,18 @@ def test_some_of_these_attacks_work_outside() -> None:
 
 
 def test_a_folder_of_its_own_and_nothing_left_of_it(programs: Programs) -> None:
-    write = "open('f', 'w').write('mine'); import os; os.makedirs('a/b'); print(open('f').read())"
+    write = "open('f', 'w').write('mine'); import os; os.link('f', 'g'); print(open('g').read())"
     assert programs.run(write, "", LIMITS).text == "mine\n"
     assert programs.run("import os; print(os.listdir('.'))", "", LIMITS).text == "[]\n"
+
+
+def test_only_tests_make_folders(programs: Programs) -> None:
+    """Removing many takes minutes, and an answer must not block its verifier."""
+    test = "import os, tempfile\nwith tempfile.TemporaryDirectory(dir='.') as d:\n f(d)\n assert os.listdir(d) == ['x']"
+    answer = "def f(d): open(d + '/x', 'w').close()"
+    assert programs.test(answer, "", [test], None, LIMITS) == [True]
+    answer = "import os\ndef f(d): os.mkdir(d + '/x')"
+    assert programs.test(answer, "", [test], None, LIMITS) == [False]
 
 
 ENDLESS = {
@@ -116,7 +131,8 @@ ENDLESS = {
     "a fork bomb": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
     "threads": "import threading\ndef f():\n while True: pass\nfor _ in range(50): threading.Thread(target=f).start()",
     "memory": "x = []\nwhile True:\n try: x.append(bytes(1 << 20))\n except MemoryError: pass",
-    "files": "import os\nn = 0\nwhile True: n += 1; os.mkdir(str(n))",
+    "files": "n = 0\nwhile True: n += 1; open(str(n), 'w').close()",
+    "folders": "import os\nn = 0\nwhile True:\n n += 1\n try: os.mkdir(str(n))\n except OSError: pass",
 }
 
 
@@ -137,7 +153,10 @@ def test_a_daemon_ends(programs: Programs) -> None:
     code += (
         "try: os.setsid()\nexcept OSError: pass\nprint(os.getpid(), flush=True)\nos.close(1)\ntime.sleep(99)"
     )
-    output = programs.run(code, "", LIMITS._replace(wall=1))
+    for wall in (1, 4, 16, 64):  # until it had enough time to start
+        output = programs.run(code, "", LIMITS._replace(wall=wall))
+        if output.text:
+            break
     assert output.timed_out and output.text and not Path(f"/proc/{output.text.strip()}").exists()
 
 
@@ -168,6 +187,20 @@ def f(x):
         except Exception: pass
     return found[0] if found else 0
 """
+CLAIMS = """
+import builtins, operator
+seen = []
+class E:
+    pass
+def special(name):
+    def claim(self, *other):
+        seen.extend(other)
+        return {"hash": 0, "len": 1, "iter": iter([0]), "str": "", "repr": "", "float": 0.0, "int": 0}.get(name, True)
+    return claim
+for n in [n[2:-2] for n in dir(operator) if n[:2] == "__" and callable(getattr(operator, n))] + [
+    "hash", "bool", "len", "iter", "str", "repr", "float", "int", "exit", "enter", "radd", "rsub", "rmul", "next"]:
+    setattr(E, f"__{n}__", special(n))
+"""
 FAKES = {
     "sys.exit while loading": "import sys; sys.exit(0)",
     "sys.exit": "import sys\ndef f(x): sys.exit(0)",
@@ -195,7 +228,12 @@ FAKES = {
     "  for n in ('passed', 'results', 'value', 'expected'): frame.f_locals[n] = True\n  frame = frame.f_back",
     "a trace": "import sys\nsys.settrace(lambda *a: None); sys.setprofile(lambda *a: None)\ndef f(x): return 1",
     "exec and import hooks": "import sys\nsys.modules.clear()\nsys.meta_path.clear()\ndef f(x): return 1",
-    "handles": 'import os\ndef f(x):\n os.write(4, b\'{"value": {"handle": 0}, "arguments": []}\\n\')',
+    "a forged reply": 'import os\ndef f(x):\n os.write(5, b\'{"value": {"mine": 0}, "arguments": [1]}\\n\')',
+    "a forged global": 'import os\ndef f(x):\n os.write(5, b\'{"value": {"global": "sys:modules"}, "arguments": [1]}\\n\')',
+    "an object of the tests": 'import os\ndef f(x):\n os.write(5, b\'{"value": {"yours": 0}, "arguments": [1]}\\n\')',
+    "a forged request": 'import os\ndef f(x):\n os.write(5, b\'{"ask": ["getattr", 0, ["f"], {}]}\\n\')',
+    "every operator": CLAIMS + "def f(x): return E()",
+    "operators that remember": CLAIMS + "def f(x): return seen[-1] if seen else E()",
     "deep nesting": "def f(x):\n v = []\n for _ in range(10**5): v = [v]\n return v",
     "many digits": "def f(x): return 10**100000",
     "a search of its memory": SEARCH,
@@ -206,6 +244,13 @@ FORMATS = {
     "check": json.dumps(
         {"entry_point": "f", "test": f"def check(candidate):\n    assert candidate(1) == {SECRET}"}
     ),
+    "comparisons": json.dumps(
+        [
+            *(f"assert abs(f(1) - {SECRET}) < 1", f"assert {SECRET} <= f(1)"),
+            *(f"assert {{f(1)}} == {{{SECRET}}}", f"assert f(1) * 1 == {SECRET}", f"assert f(1) == {SECRET}"),
+        ]
+    ),
+    "containers": json.dumps([f"assert {SECRET} in f(1)", f"with f(1): assert f(2) == {SECRET}"]),
     "near": json.dumps([f"import math\nassert math.isclose(f(1), {SECRET}.5)", f"assert {SECRET} in [f(1)]"]),
 }
 
@@ -217,13 +262,77 @@ def test_no_fake_earns_a_test(verifier: CodeVerifier, name: str, kind: str) -> N
     assert (verdict.correct, verdict.score, verdict.graded) == (False, 0.0, True), verdict
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", FORMATS.keys() - {"containers"})
 def test_the_right_answer_earns_all(verifier: CodeVerifier, kind: str) -> None:
     value = f"{SECRET}.5 if near else {SECRET}"
     near = "import math\n" if kind == "near" else ""
     reference = FORMATS[kind].replace(f"assert {SECRET} in [f(1)]", f"assert {SECRET}.5 in [f(1)]")
     answer = f"near = {bool(near)}\ndef f(x): return {value}"
     assert verifier(f"```python\n{answer}\n```", reference).correct
+
+
+BOX = f"""
+class Box:
+    shared = {SECRET}
+    def __init__(self): self._secret, self.open = {SECRET}, 1
+    def get(self): return self.open
+    def call(self, g): return g(self)
+    def check(self, x): assert x == {SECRET}, {SECRET}
+    def items(self): yield {SECRET} if self.open != 1 else 1
+"""
+# Bodies of f(b, g), which gets a Box and a function. `ask` and `raw` send any request to the tests' process.
+PEEPS = {
+    "a private attribute": "return b._secret",
+    "its dictionary": "return b.__dict__['_secret']",
+    "a private attribute by request": "return ask(b, 'getattr', '_secret')",
+    "its dictionary by request": "return ask(b, 'getattr', '__dict__')['_secret']",
+    "its class": "return ask(ask(b, 'getattr', '__class__'), 'getattr', 'shared')",
+    "the function of a method": "return ask(ask(b, 'getattr', 'get'), 'getattr', '__func__')",
+    "globals": "return ask(g, 'getattr', '__globals__')['secret']",
+    "a closure": "return ask(ask(g, 'getattr', '__closure__')[0], 'getattr', 'cell_contents')",
+    "a frame": "return ask(ask(b.items(), 'getattr', 'gi_frame'), 'getattr', 'f_globals')['secret']",
+    "the text of an assertion": "global kept\n try: return kept\n except NameError: pass\n try: b.check(1)\n"
+    " except AssertionError as e: kept = int(str(e))",
+    "guesses": f"for n in (1, {SECRET}):\n  try: b.check(n)\n  except AssertionError: pass\n return n",
+    "a comparison with a guess": f"return {SECRET} if ask(b, 'eq', 1) is False else 0",
+    "a global by name": "return raw('call', b.call, {'global': 'builtins:vars'})['dict'][0][1]",
+    "a global as a target": "return raw('call', {'global': 'builtins:vars'}, {'yours': b.__number__})['_secret']",
+    "an operation by name": "return ask(b, 'vars')['_secret']",
+    "a name that is no text": "return ask(b, 'getattr', ['_secret'])",
+    "a method": f"b.get = lambda: {SECRET}",
+    "a method by request": f"ask(b, 'setattr', 'get', lambda: {SECRET})",
+    "a private value": f"ask(b, 'setattr', '_secret', 1)\n return {SECRET} if ask(b, 'reveal') else 0",
+    "its class in its place": f"class C:\n  def get(s): return {SECRET}\n ask(b, 'setattr', '__class__', C)",
+}
+
+
+@pytest.mark.parametrize("name", PEEPS)
+def test_an_answer_reaches_nothing_private_of_tests(verifier: CodeVerifier, name: str) -> None:
+    answer = "import json\ndef ask(x, *a, **k): return b.__peer__.ask(x, *a, **k)\n"
+    answer += "def raw(operation, target, *a):\n n = getattr(target, '__number__', target)\n"
+    answer += " b.__peer__._send(json.dumps({'ask': [operation, n, a, {'dict': []}]}))\n"
+    answer += " return b.__peer__.serve()['value']\n"
+    body = f"def f(box, g):\n global b\n b = box\n {PEEPS[name]}".replace(str(SECRET), f"({SECRET + 1} - 1)")
+    call = "b = Box()\ntry: x = f(b, (lambda y: lambda x: (x, y)[0])(secret))\nexcept Exception: x = 0\n"
+    tests = json.dumps([f"secret = {SECRET}\n{BOX}{call}assert secret in (x, b.get())"] * 2)
+    assert verifier(f"```python\n{answer}{body}\n```", tests).score == 0
+    fair = f"def f(b, g):\n b.open = 5\n return g(b.get()) + {SECRET - 5}"
+    assert verifier(f"```python\n{fair}\n```", tests).score == 1
+
+
+@pytest.mark.parametrize(
+    "rule", [f"x == {SECRET}", f"abs(x - {SECRET}) < 1", f"{SECRET} in [x]", f"x > {SECRET}"]
+)
+def test_a_function_of_tests_judges_by_itself(verifier: CodeVerifier, rule: str) -> None:
+    """Its argument may be an object of the answer that claims everything."""
+    test = json.dumps([f"assert f(lambda x: {rule})"])
+    claims = f"```python\n{CLAIMS}\ndef f(): return E()\n```"
+    assert verifier(claims, json.dumps(["assert len(f()) == 1 and f() < f() and f() == f()"])).score == 1
+    claim = f"```python\n{CLAIMS}\ndef f(g): return g(E()) is True or g(seen[-1] if seen else 0) is True\n```"
+    assert verifier(claim, test).score == 0
+    assert (
+        verifier(f"```python\ndef f(g): return any(map(g, ({SECRET}, {SECRET + 1})))\n```", test).score == 1
+    )
 
 
 def test_expected_output_never_enters_a_script(verifier: CodeVerifier) -> None:

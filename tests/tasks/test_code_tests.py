@@ -15,6 +15,7 @@ from megarl.config.schema import DataConfig
 from megarl.data.columns import find_answer
 from megarl.rewards.plain_values import UnknownValueError, decode, encode
 from megarl.rewards.verdict import UnusableError
+from megarl_tasks import code_verifier
 from megarl_tasks.code_tests import (
     Assertions,
     Calls,
@@ -30,8 +31,12 @@ from megarl_tasks.code_verifier import CodeVerifier
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[CodeVerifier]:
-    verifier = CodeVerifier(timeout=10.0)
-    yield verifier
+    """Only computation ends programs, so that a busy machine changes no result."""
+    verifier = CodeVerifier(timeout=1000.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code_verifier, "_CASE_SECONDS", 2.0)
+        patch.setattr(code_verifier, "_WALL", 100.0)
+        yield verifier
     verifier.close()
 
 
@@ -67,8 +72,20 @@ CALLS = {"inputs": [[1, [2]], [3, []]], "outputs": [3, [4]], "fn_name": "f"}
         ({"inputs": [["1", "2"]], "outputs": [["3"]]}, Script(["1\n2"], ["3"])),
         (CALLS, Calls("f", [[1, [2]], [3, []]], [3, [4]])),
         (
+            {"inputs": [[7], ["a"]], "outputs": ["5", "[]"], "fn_name": "f"},
+            Calls("f", [[7], ["a"]], ["5", "[]"]),
+        ),
+        (
+            {"inputs": ["7\n", '"a"'], "outputs": ["5", '"b"'], "fn_name": "f"},
+            Calls("f", [[7], ["a"]], [5, "b"]),
+        ),
+        (
             [{"input": "1\n[2]", "output": "3", "metadata": {"func_name": "f"}, "testtype": "functional"}],
             Calls("f", [[1, [2]]], [3]),
+        ),
+        (
+            [{"input": '"a"', "output": '"5"', "metadata": {"func_name": "f"}}],
+            Calls("f", [["a"]], ["5"]),
         ),
         ([{"input": "1", "output": "3", "testtype": "stdin_stdout"}], Script(["1"], ["3"])),
         (["assert f(1) == 2", "assert f(2) == 3"], Assertions("", ["assert f(1) == 2", "assert f(2) == 3"])),
@@ -268,7 +285,7 @@ def test_scores(verifier: CodeVerifier, code: str, reference: Any, score: float)
 
 
 def test_all_or_nothing() -> None:
-    verifier = CodeVerifier(all_or_nothing=True)
+    verifier = CodeVerifier(all_or_nothing=True, timeout=100.0)
     try:
         assert grade(verifier, "print(2)", CASES) == (False, 0.0)
         assert grade(verifier, "print(int(input()) + 1)", CASES) == (True, 1.0)
@@ -330,7 +347,95 @@ def test_modules_and_loops_of_a_test_are_its_own(verifier: CodeVerifier) -> None
     assert grade(verifier, "def f(x): raise StopIteration", loop) == (False, 0.0)
 
 
+NODE = "class Node:\n def __init__(s, value, next=None): s.value, s.next = value, next\n"
+VECTOR = (
+    "class V:\n def __init__(s, *a): s.a = list(a)\n def __add__(s, o): return V(*map(sum, zip(s.a, o.a)))\n"
+)
+VECTOR += " def __eq__(s, o): return s.a == o.a\n def __lt__(s, o): return s.a < o.a\n"
+VECTOR += " def __len__(s): return len(s.a)\n def __iter__(s): return iter(s.a)\n"
+VECTOR += " def __repr__(s): return f'V{s.a}'\n"
+VECTOR += " def __getitem__(s, i): return s.a[i]\n def __setitem__(s, i, x): s.a[i] = x\n"
+VECTOR += " def __enter__(s): return s\n def __exit__(s, *e): s.a = []\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        # objects of the answer
+        (NODE, "a, b = Node(1), Node(2)\na.next = b\nassert a.next is b and a.next.value == 2"),
+        (NODE + "def f(n): return n.value", "assert f(Node(3)) == 3 and [f(n) for n in [Node(1)]] == [1]"),
+        ("def g(x): return lambda y: x + y\ndef f(h, x): return h(x)", "assert f(g(1), 2) == 3"),
+        ("def g(n): yield from range(n)\ndef f(i): return sum(i)", "assert f(g(4)) == 6"),
+        ("def f(n):\n while True:\n  yield n\n  n += 1", "g = f(1)\nassert [next(g), next(g)] == [1, 2]"),
+        ("def f(n): yield from range(n)", "assert list(f(3)) == [0, 1, 2] and 2 in f(3) and 3 not in f(3)"),
+        ("def f(n): return (x * x for x in range(n))", "a, b, *_ = f(4)\nassert (a, b) == (0, 1)"),
+        (VECTOR, "assert V(1, 2) + V(3, 4) == V(4, 6) != V(1) and V(1) < V(2) and max(V(1), V(2))[0] == 2"),
+        (
+            VECTOR,
+            "v = V(1, 2)\nv[0] = 5\nassert (len(v), list(v), str(v), v[-1]) == (2, [5, 2], 'V[5, 2]', 2)",
+        ),
+        (VECTOR, "assert not V() and V(1) and isinstance(V(), V) and not isinstance(1, V) and 1 in V(1)"),
+        (VECTOR, "with V(1) as v: assert len(v) == 1\nassert len(v) == 0"),
+        (VECTOR, "from solution import *\nimport solution\nassert sorted([V(2), V(1)])[0] == solution.V(1)"),
+        # functions, iterators and objects of tests
+        ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
+        ("def f(g, xs): return sorted(xs, key=g)", "assert f(lambda x: -x, [1, 3, 2]) == [3, 2, 1]"),
+        (
+            "def f(g, xs): return list(map(g, xs))",
+            "assert f(str.upper, ['a']) == ['A'] and f(int, '12') == [1, 2]",
+        ),
+        ("def f(g, xs): return list(map(g, xs))", "import math\nassert f(math.sqrt, [4]) == [2.0]"),
+        ("def f(xs, kind): return [x for x in xs if isinstance(x, kind)]", "assert f([1, 'a'], int) == [1]"),
+        ("def f(g): return lambda *a: g(*a) + 1", "assert f(f(lambda x, y=2: x * y))(3) == 8"),
+        ("def f(xs): return sum(xs)", "assert f(x for x in [1, 2]) == 3 and f(iter([4])) == 4"),
+        (
+            "def f(xs): return [next(xs), next(xs)]",
+            "import itertools\nassert f(itertools.count(5)) == [5, 6]",
+        ),
+        ("def f(g): return g([2])", "assert f(lambda x: x.append(3) or x) == [2, 3]"),
+        ("def f(g):\n x = [2]\n g(x)\n return x", "assert f(lambda x: x.append(3)) == [2, 3]"),
+        ("def f(g):\n g(1)\n g(2)", "found = []\nf(found.append)\nassert found == [1, 2]"),
+        (
+            "def f(g):\n try: g()\n except ValueError as e: return str(e)",
+            "def g(): raise ValueError('no')\nassert f(g) == 'no'",
+        ),
+        ("def f(g): g()", "def g(): raise KeyError\ntry:\n f(g)\n assert False\nexcept KeyError: pass"),
+        (
+            "from concurrent.futures import ThreadPoolExecutor as T\ndef f(g, xs):\n"
+            " with T(4) as p: return list(p.map(g, xs))",
+            "assert f(lambda x: x + 1, list(range(50))) == list(range(1, 51))",
+        ),
+        (
+            "def f(n):\n last = None\n while n: n.next, last, n = last, n, n.next\n return last",
+            NODE + "n = f(Node(1, Node(2, Node(3))))\n"
+            "assert (n.value, n.next.next.value, n.next.next.next) == (3, 1, None)",
+        ),
+        (
+            "def f(n):\n seen = set()\n while n and n not in seen:\n  seen.add(n)\n  n = n.next\n return n",
+            NODE + "a = Node(1)\na.next = Node(2, a)\nassert f(a) is a and f(Node(1)) is None",
+        ),
+        (
+            "def f(n):\n n.value += 1\n n.more = [n.value]",
+            NODE + "n = Node(1)\nf(n)\nassert (n.value, n.more) == (2, [2])",
+        ),
+        ("def f(xs): return max(xs) + min(xs)", VECTOR + "assert f([V(1), V(3)]) == V(4)"),
+    ],
+)
+def test_tests_and_answers_use_each_others_objects(verifier: CodeVerifier, code: str, test: str) -> None:
+    assert grade(verifier, code, [test]) == (True, 1.0)
+    if "assert False" not in test:
+        head, _, condition = test.rpartition("assert ")
+        assert grade(verifier, code, [f"{head}assert not ({condition})"]) == (False, 0.0)
+
+
+def test_the_candidate_may_be_a_method(verifier: CodeVerifier) -> None:
+    """Read the `entry_point` of LeetCode's data sets."""
+    test = {"test": "def check(candidate):\n assert candidate(x=1) == 2", "entry_point": "Solution().f"}
+    assert grade(verifier, "class Solution:\n def f(self, x): return x + 1", test) == (True, 1.0)
+
+
 def test_threads_have_a_limit(verifier: CodeVerifier) -> None:
+    """900 threads are too many; their program is ended before they end."""
     code = "import threading, time\nthreading.stack_size(1 << 15)\nfor _ in range(900):\n"
-    code += " threading.Thread(target=time.sleep, args=(2,)).start()\ntime.sleep(2)\nprint(2)"
+    code += " threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\ntime.sleep(60)\nprint(2)"
     assert grade(verifier, code, {"inputs": [""], "outputs": ["2"]}) == (False, 0.0)
