@@ -101,7 +101,7 @@ def has_advantages_of_responses(c: Any) -> str:
     if a.advantage in ("gae", "return", "otb"):
         what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
         return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
-    if c.has_teacher and not c.teacher.is_in_loss:
+    if c.has_teacher and c.teacher.effect == "advantages":
         what = (
             f"a teacher's advantages differ by token, which algorithm.surrogate {a.surrogate} does not allow"
         )
