@@ -184,6 +184,13 @@ def _without_current_folder() -> Iterator[None]:
             os.environ[name] = old_value
 
 
+def run_ranks(config: Config, job: Callable[[Runtime], int | None], lease: Lease | None, folder: Path) -> int:
+    """Call `job` on every rank: those started here, or this one. job: picklable, as for `launch`"""
+    if starts_ranks(config):
+        return start_ranks(partial(run_rank, config, job, lease, folder, launched=True), config, folder)
+    return run_rank(config, job, lease, folder, launched=False)
+
+
 def run_rank(
     config: Config,
     job: Callable[[Runtime], int | None],
