@@ -159,11 +159,8 @@ def list_fixed_settings(config: Config) -> dict[str, Any]:
         for key, _ in fields(Config)
         if key in BOUND or not any(f"{key}.".startswith(f"{free}.") for free in FREE)
     }
-    models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
-    models |= config.teacher.folders
-    for key, folder in {"model.path": config.model.path, **models}.items():
-        if folder is not None:
-            settings[f"{key}/config.json"] = hash_file(folder / "config.json")
+    for key, folder in config.model_folders.items():
+        settings[f"{key}/config.json"] = hash_file(folder / "config.json")
     return settings
 
 
