@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.errors import ConfigError, DataError, MegarlError
+from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import describe_error, fsync, write_atomic
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch, join, read_batch, write_batch
 from megarl.data.prompts import Prompt, checksum_prompts
 from megarl.observe.run_log import SampleRecord
-from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0, run_on_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.training.checkpoint import hash_file, list_fixed_settings
 
@@ -132,18 +132,13 @@ def read_rollout(
 
     Raises on every rank: DataError for damage, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
-    text, failure = "", None
-    try:
-        if ranks.rank == 0:
-            manifest = read_manifest(path)
-            check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # as text: a prompt's integers may have any size
-    except (ConfigError, DataError) as error:
-        failure = error
-    text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
-    if failure is not None:
-        raise failure
-    manifest = json.loads(text)
+
+    def read() -> str:
+        manifest = read_manifest(path)
+        check_made_from(path, manifest["made_from"], made_from or {})
+        return json.dumps(manifest)  # as text: a prompt's integers may have any size
+
+    manifest = json.loads(run_on_rank_0(ranks, read, str))
     batches, problem = [], None
     try:
         for i, (name, digest) in enumerate(manifest["files"].items()):
