@@ -135,16 +135,8 @@ def lease_of_run(
         return nullcontext()
     machines = launched_world() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_world()))
     remedy = "stop it there, wait for it with --wait SECONDS, or choose another run_dir"
-    return hold_lease(
-        config.run_dir,
-        command,
-        limit=2 * config.watchdog.silence,
-        wait=wait,
-        stop=stop,
-        machines=machines,
-        key="run_dir",
-        remedy=remedy,
-    )
+    names, limit = {"key": "run_dir", "remedy": remedy}, 2 * config.watchdog.silence
+    return hold_lease(config.run_dir, command, limit, wait=wait, stop=stop, machines=machines, **names)
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
