@@ -139,22 +139,17 @@ def read_rollout(
         return json.dumps(manifest)  # as text: a prompt's integers may have any size
 
     manifest = json.loads(run_on_rank_0(ranks, read, str))
-    batches, problem = [], None
+    files, batches, problem = [*manifest["files"].items()][ranks.rank :: ranks.world], [], None
     try:
-        for i, (name, digest) in enumerate(manifest["files"].items()):
-            if i % ranks.world == ranks.rank:
-                batches.append(read_batch(path.parent / name, digest))
+        batches = [read_batch(path.parent / name, digest) for name, digest in files]
     except DataError as error:
         problem = error
     local_batch, local_rows = None, None
-    if batches and problem is None:
+    if batches:
         local_batch = join(batches)
         local_batch = local_batch.select(local_batch["row"].argsort())
-        columns = {
-            name: local_batch.columns.pop(name)
-            for name in list(local_batch.columns)
-            if name not in TOKEN_COLUMNS
-        }
+        row_columns = [name for name in local_batch.columns if name not in TOKEN_COLUMNS]
+        columns = {name: local_batch.columns.pop(name) for name in row_columns}
         columns.setdefault("prompt_length", local_batch.prompt_lengths)  # missing in old files
         if "begun" in columns:
             columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
