@@ -57,12 +57,12 @@ def evaluate(
     # In an evaluation every rank has an engine, and nothing is asynchronous.
     parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
     config = config.model_copy(update={"parallel": parallel, "schedule": ScheduleConfig()})
-    folder = out or config.run_dir / "eval"
-    from megarl.schedule.evaluation import find_policy
+    folder, weights = out or config.run_dir / "eval", None
+    from megarl.parallel.runtime import launched_rank
 
     def check() -> None:
-        nonlocal config, checkpoint
-        from megarl.parallel.runtime import launched_rank
+        nonlocal config, weights
+        from megarl.schedule.evaluation import find_policy
         from megarl.schedule.preflight import preflight_evaluation
 
         known, first = config.run_dir / RECORD, launched_rank() == 0
@@ -70,26 +70,25 @@ def evaluate(
         # Of the other models an evaluation compares config.json with a checkpoint's.
         record = folder / RECORD
         config = describe_models(local_inputs(config, record, known, first=first, only=only))
-        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
-        policy, weights = find_policy(config, checkpoint)
-        key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
-        preflight_evaluation(policy, str(path), key, weights=weights is None)
-        if real(folder).is_relative_to(real(policy.model.path)):
-            problem = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+        policy = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
+        model_path = config.model.path
+        config, weights = find_policy(config, policy)
+        key = "model.path" if config.model.path == model_path else "--checkpoint"
+        preflight_evaluation(config, str(path), key, weights=weights is None)
+        if real(folder).is_relative_to(real(config.model.path)):
+            problem = f"is in the model's folder {config.model.path}, where nothing is to be written"
             raise ConfigError(f"{folder}: {problem} (choose another with --out)")
 
     if not passes_on_rank_0(check):
         return 2
-    policy, weights = find_policy(config, checkpoint)
     from megarl.parallel.lease import hold_lease
-    from megarl.parallel.runtime import launched_rank
 
     remedy = "wait for it, or choose another folder with --out"
     lease_context = (
         hold_lease(folder, "megarl eval", remedy=remedy) if launched_rank() == 0 else nullcontext()
     )
     with lease_context as lease:
-        return run_ranks(policy, partial(_evaluate, policy, weights, folder), lease, folder)
+        return run_ranks(config, partial(_evaluate, config, weights, folder), lease, folder)
 
 
 def _evaluate(config: Config, weights: Path | None, out: Path, runtime: Runtime) -> None:
