@@ -199,83 +199,69 @@ def _kinds(annotation: Any) -> list[str]:
     return [KINDS[annotation]]
 
 
-# Options of `megarl plan`.
-MeanLength = Annotated[
-    float | None,
-    Option(metavar="TOKENS", help="mean length of responses; default: a third of the longest"),
-]
-LengthDeviation = Annotated[
-    float | None,
-    Option(
-        metavar="TOKENS",
-        help="standard deviation of response lengths; default: that of a log-normal with sigma 0.6",
-    ),
-]
-Turns = Annotated[
-    int | None,
-    Option(metavar="N", help="turns of an episode; default: a quarter of rollout.turns.max"),
-]
-Observed = Annotated[
-    float | None,
-    Option(
-        metavar="TOKENS",
-        help="tokens that an episode observes between two turns; default: all turns together fill a "
-        "third of the room that rollout.turns.max_tokens leaves",
-    ),
-]
-ToolSeconds = Annotated[
-    float | None, Option(metavar="SECONDS", help="time of a tool between two turns; default: 1")
-]
-Best = Annotated[
-    bool,
-    Option("--best", help="print only the overrides of the quickest layout, as a command and as YAML"),
-]
-Simulate = Annotated[
-    bool,
-    Option(
-        "--simulate",
-        help="simulate steps with sampled lengths: which ranks wait, and the best split of ranks",
-    ),
-]
-RecordedLengths = Annotated[
-    Path | None,
-    Option(
-        metavar="RUN",
-        help="with --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl",
-    ),
-]
-KeptShare = Annotated[
-    float | None,
-    Option(
-        metavar="SHARE", help="with --simulate: share of groups that dynamic sampling keeps; default: 0.5"
-    ),
-]
-BalanceOption = Annotated[
-    Literal["equal", "queue", "longest"] | None,
-    Option(help="with --simulate: how requests are divided among engines; default: queue"),
-]
-ScaleOption = Annotated[
-    bool, Option("--scale", help="with --simulate: the best split for 8 to 1,024 GPUs, one line each")
-]
-
-
 def plan(
     path: ConfigFile,
     overrides: Overrides,
     *,
     model: PublicModel = None,
-    mean_length: MeanLength = None,
-    length_deviation: LengthDeviation = None,
-    turns: Turns = None,
-    observed: Observed = None,
-    tool_seconds: ToolSeconds = None,
+    mean_length: Annotated[
+        float | None,
+        Option(metavar="TOKENS", help="mean length of responses; default: a third of the longest"),
+    ] = None,
+    length_deviation: Annotated[
+        float | None,
+        Option(
+            metavar="TOKENS",
+            help="standard deviation of response lengths; default: that of a log-normal with sigma 0.6",
+        ),
+    ] = None,
+    turns: Annotated[
+        int | None,
+        Option(metavar="N", help="turns of an episode; default: a quarter of rollout.turns.max"),
+    ] = None,
+    observed: Annotated[
+        float | None,
+        Option(
+            metavar="TOKENS",
+            help="tokens that an episode observes between two turns; default: all turns together fill a "
+            "third of the room that rollout.turns.max_tokens leaves",
+        ),
+    ] = None,
+    tool_seconds: Annotated[
+        float | None, Option(metavar="SECONDS", help="time of a tool between two turns; default: 1")
+    ] = None,
     everything: Annotated[bool, Option("--all", help="list every layout")] = False,
-    best: Best = False,
-    simulate: Simulate = False,
-    lengths: RecordedLengths = None,
-    kept: KeptShare = None,
-    balance: BalanceOption = None,
-    scale: ScaleOption = False,
+    best: Annotated[
+        bool,
+        Option("--best", help="print only the overrides of the quickest layout, as a command and as YAML"),
+    ] = False,
+    simulate: Annotated[
+        bool,
+        Option(
+            "--simulate",
+            help="simulate steps with sampled lengths: which ranks wait, and the best split of ranks",
+        ),
+    ] = False,
+    lengths: Annotated[
+        Path | None,
+        Option(
+            metavar="RUN",
+            help="with --simulate: lengths of this run's last steps, from its rollouts or metrics.jsonl",
+        ),
+    ] = None,
+    kept: Annotated[
+        float | None,
+        Option(
+            metavar="SHARE", help="with --simulate: share of groups that dynamic sampling keeps; default: 0.5"
+        ),
+    ] = None,
+    balance: Annotated[
+        Literal["equal", "queue", "longest"] | None,
+        Option(help="with --simulate: how requests are divided among engines; default: queue"),
+    ] = None,
+    scale: Annotated[
+        bool, Option("--scale", help="with --simulate: the best split for 8 to 1,024 GPUs, one line each")
+    ] = False,
 ) -> int:
     """Print memory of GPUs, nodes and disk, time of a step, layouts that fit.
 

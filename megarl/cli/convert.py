@@ -6,7 +6,6 @@ import datetime
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -109,16 +108,13 @@ def from_gguf(
     """Write a GGUF file (llama.cpp's format) as a Hugging Face folder, dequantised."""
     from megarl.weights.gguf import gguf_to_hf
 
-    job = partial(
-        gguf_to_hf,
-        source,
-        out,
-        dtype=_torch_dtype(dtype),
-        max_shard_bytes=int(max_shard_gb * 1e9),
-        verify=verify,
-        watch=_progress,
-    )
-    return _convert(lambda _: job(), out, verify)
+    def job(_: Path | None) -> Conversion:
+        size = int(max_shard_gb * 1e9)
+        return gguf_to_hf(
+            source, out, dtype=_torch_dtype(dtype), max_shard_bytes=size, verify=verify, watch=_progress
+        )
+
+    return _convert(job, out, verify)
 
 
 def _torch_dtype(name: Dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,16 +45,13 @@ def show(
     check_config(config, str(path))
     if rows < 0:
         raise ConfigError(f"--rows: must be >= 0 (got {rows})")
-    name = "data.train"
-    entries: Sequence[DataEntry] = config.data.train
-    if held_out:
-        name, entries = "data.eval", config.data.eval
-    if not entries:
+    name = "data.eval" if held_out else "data.train"
+    if not attrgetter(name)(config):
         raise ConfigError(f"{path}: {name}: names no file")
     # Rows of generated tasks exclude those of data.eval.
     needed = (ACTOR, name, "data.eval") if config.data.has_gym else (ACTOR, name)
     config = local_inputs(config, None, config.run_dir / RECORD, tokenizer_only=True, only=needed)
-    entries = config.data.eval if held_out else config.data.train
+    entries: Sequence[DataEntry] = attrgetter(name)(config)
     from megarl.schedule.tokenizer_checks import ModelDescription, check_tokenizer
     from megarl.weights.families import read_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.text import Text
 from typer import Option
 
 from megarl.cli.arguments import ConfigFile, Overrides
-from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
+from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_ranks
 from megarl.config import load_config
 from megarl.config.check import real
 from megarl.config.errors import ConfigError, StorageError
@@ -26,7 +26,6 @@ from megarl.config.schema import Config, ScheduleConfig
 from megarl.config.text import printable
 
 if TYPE_CHECKING:
-    from megarl.parallel.lease import Lease
     from megarl.parallel.runtime import Runtime
     from megarl.schedule.evaluation import Evaluation
     from megarl.schedule.scores import EvaluationResult, Scores
@@ -58,59 +57,52 @@ def evaluate(
     # In an evaluation every rank has an engine, and nothing is asynchronous.
     parallel = config.parallel.model_copy(update={"rollout_ranks": 0})
     config = config.model_copy(update={"parallel": parallel, "schedule": ScheduleConfig()})
-    folder = out or config.run_dir / "eval"
-    from megarl.schedule.evaluation import find_policy
+    folder, weights = out or config.run_dir / "eval", None
+    from megarl.parallel.runtime import launched_rank
 
     def check() -> None:
-        nonlocal config, checkpoint
-        from megarl.parallel.runtime import launched_rank
+        nonlocal config, weights
+        from megarl.schedule.evaluation import find_policy
         from megarl.schedule.preflight import preflight_evaluation
 
         known, first = config.run_dir / RECORD, launched_rank() == 0
         record = folder / RECORD
         config = local_inputs(config, record, known, first=first, only=(ACTOR, "data.eval"))
-        checkpoint = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
-        policy, weights = find_policy(config, checkpoint)
-        key = "model.path" if policy.model.path == config.model.path else "--checkpoint"
-        preflight_evaluation(policy, str(path), key, weights=weights is None)
-        if real(folder).is_relative_to(real(policy.model.path)):
-            problem = f"is in the model's folder {policy.model.path}, where nothing is to be written"
+        policy = checkpoint and local_folder(checkpoint, "--checkpoint", record, known, first=first)
+        model_path = config.model.path
+        config, weights = find_policy(config, policy)
+        key = "model.path" if config.model.path == model_path else "--checkpoint"
+        preflight_evaluation(config, str(path), key, weights=weights is None)
+        if real(folder).is_relative_to(real(config.model.path)):
+            problem = f"is in the model's folder {config.model.path}, where nothing is to be written"
             raise ConfigError(f"{folder}: {problem} (choose another with --out)")
 
     if not passes_on_rank_0(check):
         return 2
-    policy, weights = find_policy(config, checkpoint)
-    with ExitStack() as stack:
-        from megarl.parallel.lease import hold_lease
-        from megarl.parallel.runtime import launched_rank
+    from megarl.parallel.lease import hold_lease
 
-        lease = None
-        if launched_rank() == 0:
-            remedy = "wait for it, or choose another folder with --out"
-            lease = stack.enter_context(hold_lease(folder, "megarl eval", remedy=remedy))
-        if starts_ranks(policy):
-            rank_main = partial(_evaluate, policy, weights, folder, lease, launched=True)
-            return start_ranks(rank_main, policy, folder)
-        return _evaluate(policy, weights, folder, lease, launched=False)
+    remedy = "wait for it, or choose another folder with --out"
+    lease_context = (
+        hold_lease(folder, "megarl eval", remedy=remedy) if launched_rank() == 0 else nullcontext()
+    )
+    with lease_context as lease:
+        return run_ranks(config, partial(_evaluate, config, weights, folder), lease, folder)
 
 
-def _evaluate(config: Config, weights: Path | None, out: Path, lease: Lease | None, *, launched: bool) -> int:
-    def job(runtime: Runtime) -> None:
-        from megarl.schedule.evaluation import Evaluation
+def _evaluate(config: Config, weights: Path | None, out: Path, runtime: Runtime) -> None:
+    from megarl.schedule.evaluation import Evaluation
 
-        with closing(Evaluation(config, weights, runtime)) as evaluation:
-            if runtime.rank == 0:
-                for name, report in evaluation.reports.items():
-                    prefix = name.removeprefix("eval").lstrip()
-                    print(*(f"{prefix} {line}".lstrip() for line in report.lines()), sep="\n")
-                for eval_set in evaluation.sets:
-                    answers = f"{len(eval_set.problems):,} problems x {eval_set.samples} answers"
-                    print(printable(f"{eval_set.name} {answers} by {evaluation.policy}".lstrip()), flush=True)
-            result = evaluation.answer()
+    with closing(Evaluation(config, weights, runtime)) as evaluation:
         if runtime.rank == 0:
-            _publish(evaluation, result, out)
-
-    return run_rank(config, job, lease, out, launched=launched)
+            for name, report in evaluation.reports.items():
+                prefix = name.removeprefix("eval").lstrip()
+                print(*(f"{prefix} {line}".lstrip() for line in report.lines()), sep="\n")
+            for eval_set in evaluation.sets:
+                answers = f"{len(eval_set.problems):,} problems x {eval_set.samples} answers"
+                print(printable(f"{eval_set.name} {answers} by {evaluation.policy}".lstrip()), flush=True)
+        result = evaluation.answer()
+    if runtime.rank == 0:
+        _publish(evaluation, result, out)
 
 
 def _publish(evaluation: Evaluation, result: EvaluationResult, out: Path) -> None:

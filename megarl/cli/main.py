@@ -97,7 +97,7 @@ class Words(TyperGroup):
             return self.commands[cmd_name]
         if place := self.places().get(cmd_name):
             return load(cmd_name, place)
-        if not _added() and cmd_name not in self.commands:
+        if not _added():
             from megarl.config.plugins import plugin
 
             # Raises ConfigError: megarl is older than its entry points.
@@ -117,7 +117,7 @@ class Words(TyperGroup):
 
 class Commands(Words):
     def places(self) -> dict[str, str]:
-        return COMMANDS | {name: place for name, place in _added().items() if name not in COMMANDS}
+        return COMMANDS | _added()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         place = COMMANDS.get(cmd_name)  # entry points are slow
@@ -158,14 +158,11 @@ def load(name: str, place: str) -> Any:
 @cache
 def _added(word: str = "") -> dict[str, str]:
     """Return command -> module:object of other packages, of those after `word`."""
-    place_by_words = {
-        tuple(entry_point.name.split("-", 1)): entry_point.value for entry_point in entry_points(group=GROUP)
-    }
+    places = {entry_point.name: entry_point.value for entry_point in entry_points(group=GROUP)}
     if word:
-        return {
-            words[1]: place for words, place in place_by_words.items() if len(words) == 2 and words[0] == word
-        }
-    return {"-".join(words): place for words, place in place_by_words.items() if words[0] not in COMMANDS}
+        prefix = f"{word}-"
+        return {name.removeprefix(prefix): places[name] for name in places if name.startswith(prefix)}
+    return {name: place for name, place in places.items() if name.partition("-")[0] not in COMMANDS}
 
 
 def summary(place: str) -> str:

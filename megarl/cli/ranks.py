@@ -89,11 +89,8 @@ class _Spared(FileIO):
             os.dup2(null_device, self.fileno())
             os.close(null_device)
             if self.fileno() != 2:
-                print(
-                    "megarl: nobody reads this output any more; the run continues",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = "megarl: nobody reads this output any more; the run continues"
+                print(line, file=sys.stderr, flush=True)
         except OSError:
             pass
         return len(data)
@@ -184,6 +181,13 @@ def _without_current_folder() -> Iterator[None]:
             os.environ[name] = old_value
 
 
+def run_ranks(config: Config, job: Callable[[Runtime], int | None], lease: Lease | None, folder: Path) -> int:
+    """Call `job` on every rank: those started here, or this one. job: picklable, as for `launch`"""
+    if starts_ranks(config):
+        return start_ranks(partial(run_rank, config, job, lease, folder, launched=True), config, folder)
+    return run_rank(config, job, lease, folder, launched=False)
+
+
 def run_rank(
     config: Config,
     job: Callable[[Runtime], int | None],
@@ -222,16 +226,10 @@ def run_rank(
                     stack.enter_context(shared_lease.kept())
             code = job(runtime) or 0
             has_failed = False
-        except (MegarlError, OSError) as original_error:
-            error = (
-                original_error
-                if isinstance(original_error, MegarlError)
-                else to_storage_error(original_error)
-            )
+        except (MegarlError, OSError) as raised:
+            error = to_storage_error(raised) if isinstance(raised, OSError) else raised
             if error is None:
                 raise
-            if error is not original_error:
-                error.on_every_rank = False
             has_failed, code = not error.on_every_rank and not isinstance(error, Interrupted), error.code
             line = str(error) if error.on_every_rank else f"rank {runtime.rank}: {error}"
             is_reported = launched and write_error_file(line, error.code)

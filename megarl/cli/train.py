@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from megarl.cli.arguments import ConfigFile, Overrides, Wait, key_values
-from megarl.cli.ranks import checks_packages, passes_on_rank_0, run_rank, start_ranks, starts_ranks
+from megarl.cli.ranks import (
+    checks_packages,
+    passes_on_rank_0,
+    run_rank,
+    run_ranks,
+    start_ranks,
+    starts_ranks,
+)
 from megarl.config import check_config, dump_config, load_config
 from megarl.config.errors import ConfigError
 from megarl.config.files import mark_required, write_atomic
@@ -71,9 +78,8 @@ def train(
 
         if not passes_on_rank_0(check):
             return 2
-        lease = None
-        if launched_rank() == 0:
-            lease = stack.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
+        lease = stack.enter_context(lease_of_run(config, "megarl train", wait, stop.should_stop))
+        if lease is not None:
             begin_run(config, fresh)
         if not starts_ranks(config):
             return _train(config, stop, lease, launched=False)
@@ -120,23 +126,17 @@ def begin_run(config: Config, fresh: bool) -> None:
 
 def lease_of_run(
     config: Config, command: str, wait: float, stop: Callable[[], bool]
-) -> AbstractContextManager[Lease]:
-    """Return a context with the run's lease, which expires after twice `watchdog.silence`."""
+) -> AbstractContextManager[Lease | None]:
+    """Return a context with rank 0's lease of the run, which expires after twice `watchdog.silence`."""
     from megarl.parallel.lease import hold_lease
-    from megarl.parallel.runtime import launched_world
+    from megarl.parallel.runtime import launched_rank, launched_world
 
+    if launched_rank() != 0:
+        return nullcontext()
     machines = launched_world() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_world()))
     remedy = "stop it there, wait for it with --wait SECONDS, or choose another run_dir"
-    return hold_lease(
-        config.run_dir,
-        command,
-        limit=2 * config.watchdog.silence,
-        wait=wait,
-        stop=stop,
-        machines=machines,
-        key="run_dir",
-        remedy=remedy,
-    )
+    names, limit = {"key": "run_dir", "remedy": remedy}, 2 * config.watchdog.silence
+    return hold_lease(config.run_dir, command, limit, wait=wait, stop=stop, machines=machines, **names)
 
 
 def _stop_request(config: Config, *signals: signal.Signals) -> StopRequest:
@@ -213,10 +213,10 @@ def replay(
         raise ConfigError(f"{run}: no config.yaml there (give the folder of a run)")
     config = load_config(file, [set_key("run_dir", run), *overrides])
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"rollout_ranks": 0})})
+    from megarl.parallel.runtime import launched_rank
 
     def check() -> None:
         nonlocal config
-        from megarl.parallel.runtime import launched_rank
         from megarl.schedule.preflight import preflight
         from megarl.schedule.replay import check_replay
 
@@ -227,26 +227,14 @@ def replay(
 
     if not passes_on_rank_0(check):
         return 2
-    with ExitStack() as stack:
-        from megarl.parallel.runtime import launched_rank
-
-        lease = None
-        if launched_rank() == 0:
-            lease = stack.enter_context(lease_of_run(config, "megarl replay", wait, lambda: False))
-        if starts_ranks(config):
-            return start_ranks(partial(_replay, config, step, tolerance, lease, launched=True), config, run)
-        return _replay(config, step, tolerance, lease, launched=False)
+    with lease_of_run(config, "megarl replay", wait, lambda: False) as lease:
+        return run_ranks(config, partial(_replay, config, step, tolerance), lease, run)
 
 
-def _replay(
-    config: Config, step: int, tolerance: float | None, lease: Lease | None, *, launched: bool
-) -> int:
-    def job(runtime: Runtime) -> int:
-        from megarl.schedule import replay
+def _replay(config: Config, step: int, tolerance: float | None, runtime: Runtime) -> int:
+    from megarl.schedule import replay
 
-        outcome = replay.replay(config, step, runtime, tolerance)
-        if runtime.rank == 0:
-            print(printable("\n".join(replay.lines(outcome))), flush=True)
-        return int(bool(outcome.different))
-
-    return run_rank(config, job, lease, config.run_dir, launched=launched)
+    outcome = replay.replay(config, step, runtime, tolerance)
+    if runtime.rank == 0:
+        print(printable("\n".join(replay.lines(outcome))), flush=True)
+    return int(bool(outcome.different))

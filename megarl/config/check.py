@@ -160,11 +160,7 @@ def _optimizer_problems(c: Config, name: str, optimizer: OptimizerConfig) -> Ite
 
 def _folder_problems(c: Config) -> Iterator[str]:
     output_folders = {"run_dir": c.run_dir, "value_pretraining.rollouts": c.value_pretraining.rollouts}
-    models = {"critic.path": c.critic.path, "reward.model.path": c.reward.model.path}
-    models |= c.teacher.folders
-    for key, model in {"model.path": c.model.path, **models}.items():
-        if model is None:
-            continue
+    for key, model in c.model_folders.items():
         model_folder, run_folder = real(model), real(c.run_dir)
         for output_key, path in output_folders.items():
             if path is not None and real(path).is_relative_to(model_folder):
@@ -271,7 +267,7 @@ def _supervised_problems(c: Config) -> Iterator[str]:
 
 def _advantage_problems(c: Config) -> Iterator[str]:
     a, group = c.algorithm, c.rollout.group_size
-    if a.compares and group < 2:
+    if a.advantage_method.compares_group and group < 2:
         what = f"must be >= 2 for algorithm.advantage {a.advantage}, which compares a group's responses"
         yield f"rollout.group_size: {what} (got {group}; or set algorithm.advantage=gae)"
     # Turns of an episode may have separate rewards.

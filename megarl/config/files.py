@@ -92,12 +92,14 @@ def mark_required(path: Path) -> Iterator[None]:
 
 
 def to_storage_error(error: OSError) -> StorageError | None:
-    """Return a StorageError if the disk is full or gone, else None."""
+    """Return this rank's StorageError if the disk is full or gone, else None."""
     if error.errno not in NO_ROOM:
         return None
     file = error.filename or "a file"
     action = "read or written" if error.errno in (errno.EIO, errno.ESTALE) else "written"
-    return StorageError(f"{file}: cannot be {action}: {describe_error(error)} ({MAKE_ROOM})")
+    storage_error = StorageError(f"{file}: cannot be {action}: {describe_error(error)} ({MAKE_ROOM})")
+    storage_error.on_every_rank = False
+    return storage_error
 
 
 class OptionalFiles:

@@ -124,12 +124,13 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
-def read_yaml(path: Path, whose: str = "") -> Settings:
-    """Read a file's mapping. Raises ConfigError, with `whose` appended."""
-    return _read(path, whose).settings
+def read_yaml(path: Path) -> Settings:
+    """Read a file's mapping. Raises ConfigError."""
+    return _read(path).settings
 
 
-def _read(path: Path, whose: str) -> Layer:
+def _read(path: Path, whose: str = "") -> Layer:
+    """Read a file. Raises ConfigError, with `whose` appended."""
     try:
         with open_regular(path) as file:
             text = file.read().decode("utf-8")

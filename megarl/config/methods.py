@@ -15,24 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 class Option:
     """One key of a method, from which the schema builds a section of `algorithm`.
 
-    key             section.name; the name is the argument of the method's function
-    default         its type is the key's
-    meaning         for `megarl config docs`, as unit and source
-    gt, ge, lt, le  range of valid values"""
+    key         section.name; the name is the argument of the method's function
+    default     its type is the key's
+    meaning     for `megarl config docs`, as source and unit
+    gt, ge, le  range of valid values"""
 
     key: str
     default: float
     meaning: str
-    unit: str = ""
     source: str = "our choice"
+    unit: str = ""
     gt: float | None = None
     ge: float | None = None
-    lt: float | None = None
     le: float | None = None
 
     @property
     def bounds(self) -> dict[str, float]:
-        limits = {name: getattr(self, name) for name in ("gt", "ge", "lt", "le")}
+        limits = {name: getattr(self, name) for name in ("gt", "ge", "le")}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
 
@@ -101,7 +100,7 @@ def has_advantages_of_responses(c: Any) -> str:
     if a.advantage in ("gae", "return", "otb"):
         what = f"must give each response one advantage for algorithm.surrogate {a.surrogate}"
         return f"algorithm.advantage: {what} (got {a.advantage}; set it to group)"
-    if c.has_teacher and not c.teacher.is_in_loss:
+    if c.has_teacher and c.teacher.effect == "advantages":
         what = (
             f"a teacher's advantages differ by token, which algorithm.surrogate {a.surrogate} does not allow"
         )
@@ -165,12 +164,11 @@ class PolicyLoss:
     has_dual_clip: bool = False
 
 
-RATIO_CAP = Option("dppo.ratio_cap", 20.0, "largest ratio that weights a token", "", "arXiv 2602.04879", gt=0)
+RATIO_CAP = Option("dppo.ratio_cap", 20.0, "largest ratio that weights a token", "arXiv 2602.04879", gt=0)
 SHARE = Option(
     "covariance.share",
     2e-4,
     "share of tokens that is selected, at least one; KL-Cov of 7B: 2e-3",
-    "",
     "arXiv 2505.22617",
     gt=0,
     le=1,
@@ -210,12 +208,11 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "a smooth gate",
         "SAPO",
         options=(
-            Option("sapo.tau_positive", 1.0, "slope for tokens of positive advantage", "", "SAPO", gt=0),
+            Option("sapo.tau_positive", 1.0, "slope for tokens of positive advantage", "SAPO", gt=0),
             Option(
                 "sapo.tau_negative",
                 1.05,
                 "slope for the other tokens, whose gradient falls off faster",
-                "",
                 "SAPO",
                 gt=0,
             ),
@@ -229,18 +226,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         selector_options=(
             SHARE,
             Option(
-                "covariance.low",
-                1.0,
-                "clip_cov: selected covariances are above this",
-                "",
-                "arXiv 2505.22617",
+                "covariance.low", 1.0, "clip_cov: selected covariances are above this", "arXiv 2505.22617"
             ),
             Option(
-                "covariance.high",
-                5.0,
-                "clip_cov: selected covariances are below this",
-                "",
-                "arXiv 2505.22617",
+                "covariance.high", 5.0, "clip_cov: selected covariances are below this", "arXiv 2505.22617"
             ),
         ),
         requirements=(has_ordered_bounds("covariance"),),
@@ -249,9 +238,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "megarl.algorithms.methods.covariance:kl_cov",
         "tokens of high covariance left out or held back",
         "arXiv 2505.22617",
-        options=(
-            Option("covariance.kl_weight", 1.0, "kl_cov: of |log ratio|", "", "arXiv 2505.22617", ge=0),
-        ),
+        options=(Option("covariance.kl_weight", 1.0, "kl_cov: of |log ratio|", "arXiv 2505.22617", ge=0),),
         selector="megarl.training.methods.covariance:select_kl_cov",
         selector_options=(SHARE,),
         requirements=(has_several_updates,),
@@ -265,19 +252,14 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
                 "fipo.half_life",
                 32.0,
                 "distance at which a later token counts half",
-                "tokens",
                 "FIPO's script",
+                unit="tokens",
                 gt=0,
             ),
-            Option("fipo.low", 1.0, "smallest factor; FIPO of 7B: 0.8", "", "FIPO's script", gt=0),
-            Option("fipo.high", 1.2, "largest factor", "", "FIPO's script", gt=0),
+            Option("fipo.low", 1.0, "smallest factor; FIPO of 7B: 0.8", "FIPO's script", gt=0),
+            Option("fipo.high", 1.2, "largest factor", "FIPO's script", gt=0),
             Option(
-                "fipo.limit",
-                10.0,
-                "tokens of a larger ratio are left out of the sum",
-                "",
-                "FIPO's script",
-                gt=1,
+                "fipo.limit", 10.0, "tokens of a larger ratio are left out of the sum", "FIPO's script", gt=1
             ),
         ),
         requirements=(has_ordered_bounds("fipo"), has_several_updates),
@@ -288,22 +270,13 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         "log-prob times a smooth function of the response's ratio",
         "VESPO",
         options=(
+            Option("vespo.c1_positive", 2.0, "power of the ratio, advantage >= 0", "VESPO section 4.1", ge=0),
             Option(
-                "vespo.c1_positive", 2.0, "power of the ratio, advantage >= 0", "", "VESPO section 4.1", ge=0
+                "vespo.c2_positive", 3.0, "decay with the ratio, advantage >= 0", "VESPO section 4.1", ge=0
             ),
+            Option("vespo.c1_negative", 3.0, "power of the ratio, advantage < 0", "VESPO section 4.1", ge=0),
             Option(
-                "vespo.c2_positive",
-                3.0,
-                "decay with the ratio, advantage >= 0",
-                "",
-                "VESPO section 4.1",
-                ge=0,
-            ),
-            Option(
-                "vespo.c1_negative", 3.0, "power of the ratio, advantage < 0", "", "VESPO section 4.1", ge=0
-            ),
-            Option(
-                "vespo.c2_negative", 2.0, "decay with the ratio, advantage < 0", "", "VESPO section 4.1", ge=0
+                "vespo.c2_negative", 2.0, "decay with the ratio, advantage < 0", "VESPO section 4.1", ge=0
             ),
         ),
         requirements=(has_engine_ratio,),
@@ -318,7 +291,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
                 "m2po.threshold",
                 0.04,
                 "largest mean of (log ratio)^2 over tokens that moved in their advantage's direction",
-                "",
                 "arXiv 2510.01161",
                 gt=0,
             ),
@@ -340,7 +312,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
                 "trust_region.max_kl",
                 0.05,
                 "largest KL of a token, estimated by (log ratio)^2 / 2; 0: no bound",
-                "",
                 "arXiv 2512.23075",
                 ge=0,
             ),
@@ -348,7 +319,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
                 "trust_region.mean_kl",
                 0.0,
                 "largest mean KL of a response, estimated by ratio - 1 - log ratio; 0: no bound",
-                "",
                 "arXiv 2512.23075: 0.001 without max_kl",
                 ge=0,
             ),
@@ -459,8 +429,8 @@ ADVANTAGES: dict[str, Advantage] = {
                 "pass_at_k.k",
                 8,
                 "responses of a subset",
-                "responses",
                 "arXiv 2508.10751; 8: our choice",
+                unit="responses",
                 ge=1,
             ),
         ),
@@ -482,28 +452,14 @@ else:
     PolicyLossName, AdvantageName = Literal[*POLICY_LOSSES], Literal[*ADVANTAGES]
 
 
-def row_options(row: PolicyLoss | Advantage) -> tuple[Option, ...]:
-    """Return all options of a row."""
-    return row.options + (row.selector_options if isinstance(row, PolicyLoss) else ())
-
-
 def method_options() -> Iterator[tuple[Option, str, list[str]]]:
     """Yield each option once, with the switch and those of its values that read the option."""
     for switch, table in METHODS.items():
         readers: dict[Option, list[str]] = {}
         for name, row in table.items():
-            for option in row_options(row):
+            for option in (*row.options, *(row.selector_options if isinstance(row, PolicyLoss) else ())):
                 readers.setdefault(option, []).append(name)
         yield from ((option, switch, names) for option, names in readers.items())
-
-
-def describe_values(table: dict[str, PolicyLoss] | dict[str, Advantage]) -> tuple[str, str]:
-    """Return meaning and source of a switch, from its rows."""
-    names_by_meaning: dict[str, list[str]] = {}
-    for name, row in table.items():
-        names_by_meaning.setdefault(row.meaning, []).append(name)
-    meanings = (f"{', '.join(names)}: {meaning}" for meaning, names in names_by_meaning.items())
-    return "; ".join(meanings), "; ".join(dict.fromkeys(row.source for row in table.values()))
 
 
 # Functions of phase gae_advantages, without and with `rollout.window`.

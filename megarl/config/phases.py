@@ -17,11 +17,6 @@ GROUPS: tuple[str, ...] = get_args(TensorGroup)
 Condition = Callable[[Config], bool]
 
 
-def always(config: Config) -> bool:
-    """Return True."""
-    return True
-
-
 @dataclass(frozen=True)
 class Phase:
     """One phase of a step.
@@ -40,7 +35,7 @@ class Phase:
     name: str
     stages: tuple[str, ...] = ()
     on_gpu: frozenset[str] = frozenset()
-    when: Condition = always
+    when: Condition = lambda config: True
     first_step_only: bool = False
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
@@ -82,18 +77,9 @@ TRANSFER = ACTOR | {"engine.weights"}
 
 
 # Values of `when`.
-def has_critic(config: Config) -> bool:
-    return config.has_critic
-
-
 def has_critics(config: Config) -> bool:
     """Return whether there are several value models (AsyPPO)."""
     return config.critic.count > 1 and config.has_critic
-
-
-def has_prompt_critic(config: Config) -> bool:
-    """Return whether the critic reads prompts alone (SPPO)."""
-    return config.has_prompt_critic
 
 
 def computes_advantages(phase: str) -> Condition:
@@ -117,46 +103,18 @@ def compares_engine(config: Config) -> bool:
     return config.guard.parity != "none"
 
 
-def has_reference_model(config: Config) -> bool:
-    """Return whether a separate model gives reference log-probs."""
-    return config.algorithm.has_reference and config.actor.lora.rank is None
-
-
 def has_reference_in_actor(config: Config) -> bool:
     """Return whether the reference is the actor without its LoRA adapters."""
     return config.algorithm.has_reference and config.actor.lora.rank is not None
 
 
-def needs_squared_probs(config: Config) -> bool:
-    """Return whether advantages read the old policy's sum of squared probabilities (OTB)."""
-    return config.algorithm.advantage_method.squared_probs
+def teaches(effect: str, *, as_actor: bool | None = None) -> Condition:
+    """Return the condition of a teacher with this effect.
 
-
-def has_teacher_of_top_k(config: Config) -> bool:
-    """Return whether a teacher's top-k tokens are a term of the loss."""
-    return bool(config.teacher.top_k) and config.has_teacher
-
-
-def teaches(column: str, *, as_actor: bool) -> Condition:
-    """Return the condition of a phase whose teacher writes this column.
-
-    as_actor: with the actor's current weights, which need no other tensor group."""
-
-    def condition(c: Config) -> bool:
-        top_k, cap = c.teacher.top_k, c.teacher.ratio_cap
-        written = "top_k" if top_k else "advantages" if cap is None else "logprobs"
-        return c.has_teacher and written == column and as_actor == (c.teacher.weights == "current")
-
-    return condition
-
-
-def has_self_teacher(config: Config) -> bool:
-    return config.has_self_teacher
-
-
-def has_sampled_teacher_term(config: Config) -> bool:
-    """Return whether a teacher's log-prob of the sampled token is a term of the loss."""
-    return config.has_teacher and config.teacher.ratio_cap is not None and not config.teacher.top_k
+    as_actor: whether it has the actor's current weights, which need no other tensor group; None: any"""
+    return lambda c: (
+        c.has_teacher and c.teacher.effect == effect and as_actor in (None, c.teacher.weights == "current")
+    )
 
 
 def has_teacher_by_source(config: Config) -> bool:
@@ -183,10 +141,10 @@ PHASES: tuple[Phase, ...] = (
     Phase("old_logprobs",        RL,       ACTOR,           uses_old_logprobs),
     Phase("parity",              SAMPLED,  ACTOR,           compares_engine, first_step_only=True),
     Phase("old_top_k",           RL,       ACTOR,           lambda c: c.algorithm.dppo.top_k > 0),
-    Phase("reference_logprobs",  RL,       REFERENCE,       has_reference_model),
+    Phase("reference_logprobs",  RL,       REFERENCE,       lambda c: c.has_group("reference.weights")),
     Phase("reference_logprobs",  RL,       ACTOR,           has_reference_in_actor),
     Phase("reward_model",        SAMPLED,  REWARD,          lambda c: c.has_reward_model),
-    Phase("values",              SAMPLED,  CRITIC,          has_critic),
+    Phase("values",              SAMPLED,  CRITIC,          lambda c: c.has_critic),
     Phase("monte_carlo_returns", PRETRAIN),
     Phase("group_advantages",    RL,       NOTHING,         computes_advantages("group_advantages")),
     Phase("tracked_advantages",  RL,       NOTHING,         computes_advantages("tracked_advantages")),
@@ -201,7 +159,7 @@ PHASES: tuple[Phase, ...] = (
     Phase("teacher_logprobs",    RL,       ACTOR,           teaches("logprobs", as_actor=True)),
     Phase("teacher_top_k",       RL,       TEACHER,         teaches("top_k", as_actor=False)),
     Phase("teacher_top_k",       RL,       ACTOR,           teaches("top_k", as_actor=True)),
-    Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, has_critic),
+    Phase("critic_update",       SAMPLED,  CRITIC_TRAINING, lambda c: c.has_critic),
     Phase("actor_update",        RL,       ACTOR_TRAINING),
     Phase("supervised_update",   SFT,      ACTOR_TRAINING),
     Phase("weight_transfer",     RL,       TRANSFER),
@@ -225,16 +183,8 @@ class Columns:
     reads: str = ""
     writes: str = ""
     may_write: str = ""
-    when: Condition = always
+    when: Condition = lambda config: True
     stages: tuple[str, ...] = ALL
-
-    @cached_property
-    def read_names(self) -> frozenset[str]:
-        return frozenset(self.reads.split())
-
-    @cached_property
-    def written_names(self) -> frozenset[str]:
-        return frozenset(self.writes.split())
 
 
 WITH_KL_REWARD = "group_advantages return_advantages gae_advantages optimal_token_advantages"
@@ -254,7 +204,7 @@ COLUMNS: tuple[Columns, ...] = (
         "rollout", writes="prompt_uids", when=lambda c: "prompt_uids" in c.algorithm.advantage_method.columns
     ),
     Columns("rollout", writes="teachers", when=has_teacher_by_source, stages=RL),
-    Columns("rollout", writes="teacher_prompts", when=has_self_teacher, stages=RL),
+    Columns("rollout", writes="teacher_prompts", when=lambda c: c.has_self_teacher, stages=RL),
     Columns(
         "distribute",
         reads="tokens correct truncated",
@@ -268,7 +218,9 @@ COLUMNS: tuple[Columns, ...] = (
         writes="old_logprobs entropy policy_loss_weights",
     ),
     Columns("old_logprobs", writes="uncorrected_weights", when=corrects_mismatch),
-    Columns("old_logprobs", writes="squared_probs", when=needs_squared_probs),
+    Columns(
+        "old_logprobs", writes="squared_probs", when=lambda c: c.algorithm.advantage_method.squared_probs
+    ),
     Columns("parity", reads="tokens engine_logprobs policy_version token_versions"),
     Columns("parity", reads="old_logprobs", when=uses_old_logprobs, stages=RL),
     Columns("old_top_k", reads="tokens", writes="old_top_logprobs old_top_tokens"),
@@ -278,8 +230,8 @@ COLUMNS: tuple[Columns, ...] = (
     Columns("values", reads="tokens", writes="values"),
     Columns("values", writes="critic_values", when=has_critics),
     Columns("monte_carlo_returns", reads="values", writes="returns"),
-    Columns("monte_carlo_returns", reads="correct", when=has_prompt_critic),
-    Columns("monte_carlo_returns", reads="rewards turn_rewards", when=lambda c: not has_prompt_critic(c)),
+    Columns("monte_carlo_returns", reads="correct", when=lambda c: c.has_prompt_critic),
+    Columns("monte_carlo_returns", reads="rewards turn_rewards", when=lambda c: not c.has_prompt_critic),
     Columns("group_advantages", reads="rewards turn_rewards group_ids", writes="advantages"),
     Columns("group_advantages", reads="reward_parts", when=has_reward_parts),
     Columns("tracked_advantages", reads="rewards correct prompt_uids", writes="advantages"),
@@ -320,7 +272,7 @@ COLUMNS: tuple[Columns, ...] = (
         when=lambda c: c.teacher.alone,
     ),
     Columns(TEACHERS, reads="teachers", when=has_teacher_by_source),
-    Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=has_self_teacher),
+    Columns(TEACHERS, reads="teacher_prompts correct group_ids", when=lambda c: c.has_self_teacher),
     Columns(
         TEACHERS,
         reads="sampling_sets",
@@ -346,8 +298,8 @@ COLUMNS: tuple[Columns, ...] = (
     Columns(
         "actor_update", reads="old_top_logprobs old_top_tokens", when=lambda c: c.algorithm.dppo.top_k > 0
     ),
-    Columns("actor_update", reads="teacher_logprobs teacher_tokens", when=has_teacher_of_top_k),
-    Columns("actor_update", reads="teacher_logprobs", when=has_sampled_teacher_term),
+    Columns("actor_update", reads="teacher_logprobs teacher_tokens", when=teaches("top_k")),
+    Columns("actor_update", reads="teacher_logprobs", when=teaches("logprobs")),
     Columns("teacher_advantages actor_update", reads="old_logprobs", when=uses_old_logprobs),
     Columns("teacher_advantages actor_update", reads="engine_logprobs", when=uses_engine_logprobs),
     Columns("supervised_update", reads="tokens nll_loss_weights"),
@@ -388,12 +340,11 @@ def find_phases(config: Config, stage: str, first_step: bool = False) -> list[Ph
 
 def add_columns(phase: Phase, config: Config, stage: str) -> Phase:
     rows = [row for row in COLUMNS_BY_PHASE[phase.name] if stage in row.stages and row.when(config)]
-    reads = NOTHING.union(*[row.read_names for row in rows])
-    writes = NOTHING.union(*[row.written_names for row in rows])
-    may_write = NOTHING.union(*[row.may_write.split() for row in rows if row.may_write])
-    # dataclasses.replace is slower; the planner calls this thousands of times.
-    phase_fields = phase.name, phase.stages, phase.on_gpu, phase.when, phase.first_step_only
-    return Phase(*phase_fields, reads, writes, may_write)
+    reads, writes, may_write = (
+        frozenset(name for row in rows for name in getattr(row, kind).split())
+        for kind in ("reads", "writes", "may_write")
+    )
+    return replace(phase, reads=reads, writes=writes, may_write=may_write)
 
 
 def replay_phases(config: Config) -> tuple[Phase, ...]:

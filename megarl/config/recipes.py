@@ -2,8 +2,6 @@
 
 The phases of a step follow from the values; only the name `sft` selects others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Published algorithms; `config/schema/algorithm.py` names each key's equation.
@@ -92,18 +90,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "gae", "lambda_critic": 1.0, "lambda_policy": 1.0, "whiten": True},
         "rollout": {"prompts": 128, "group_size": 64},
     },
-    "r1_zero": {  # DeepSeek-R1-Zero, arXiv 2501.12948
-        "algorithm": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001},
-    },
-    "dr_grpo": {  # arXiv 2503.20783
-        "algorithm": {"advantage": "group_mean", "aggregation": "constant"},
-    },
-    "rloo": {  # arXiv 2402.14740; the sum over a response's tokens, up to one constant factor
-        "algorithm": {"advantage": "leave_one_out", "aggregation": "constant"},
-    },
-    "reinforce_pp": {  # arXiv 2501.03262
-        "algorithm": {"advantage": "return", "whiten": True, "kl_reward": 0.001},
-    },
+    # DeepSeek-R1-Zero, arXiv 2501.12948
+    "r1_zero": {"algorithm": {"advantage": "group", "aggregation": "sample", "kl_weight": 0.001}},
+    # arXiv 2503.20783
+    "dr_grpo": {"algorithm": {"advantage": "group_mean", "aggregation": "constant"}},
+    # arXiv 2402.14740; the sum over a response's tokens, up to one constant factor
+    "rloo": {"algorithm": {"advantage": "leave_one_out", "aggregation": "constant"}},
+    # arXiv 2501.03262
+    "reinforce_pp": {"algorithm": {"advantage": "return", "whiten": True, "kl_reward": 0.001}},
     "gspo": {  # arXiv 2507.18071, section 5.1: four mini-batches a rollout, here of 8,192 responses
         "algorithm": {
             "advantage": "group",
@@ -129,9 +123,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "clip_high": 0.15,
         },
     },
-    "sapo": {  # arXiv 2511.20347
-        "algorithm": {"advantage": "group", "surrogate": "sapo", "aggregation": "sample"},
-    },
+    # arXiv 2511.20347
+    "sapo": {"algorithm": {"advantage": "group", "surrogate": "sapo", "aggregation": "sample"}},
     "clip_cov": {  # arXiv 2505.22617 and its authors' scripts
         "algorithm": {"advantage": "group", "surrogate": "clip_cov", "clip_low": 1.0, "clip_high": 1.0},
         "rollout": {"dynamic_sampling": {"enabled": True}},

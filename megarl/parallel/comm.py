@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.errors import MessageError
+from megarl.config.errors import MegarlError, MessageError
 from megarl.parallel.objects import decode, encode
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.parallel.secret import SIZE, sign, verify
@@ -60,6 +61,21 @@ def gather_shares_to_rank_0(ranks: Ranks, share: T, kind: Any) -> list[T] | None
 def broadcast_from_rank_0(ranks: Ranks, value: T, kind: Any) -> T:
     blob = _spread(ranks.cpu_group, encode(value) if ranks.rank == 0 else None)
     return cast(T, decode(blob, kind, "rank 0"))
+
+
+def run_on_rank_0(ranks: Ranks, action: Callable[[], T], kind: Any = NoneType) -> T:
+    """Return rank 0's result of `action` on every rank. All ranks raise its MegarlError."""
+    result, failure = None, None
+    if ranks.rank == 0:
+        try:
+            result = action()
+        except MegarlError as error:
+            failure = error
+    outcome_type = tuple[kind | None, MegarlError | None]
+    result, failure = broadcast_from_rank_0(ranks, (result, failure), outcome_type)
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:

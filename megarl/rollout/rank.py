@@ -119,7 +119,7 @@ class RolloutRank:
     def _make_batch(
         self, step: int, groups: Sequence[SampleGroup], shown_groups: Sequence[SampleGroup]
     ) -> RolloutBatch:
-        batch = make_rollout_batch(groups, compared=self.config.algorithm.compares)
+        batch = make_rollout_batch(groups, compared=self.config.algorithm.advantage_method.compares_group)
         if step > 0:  # value pretraining needs only rewards
             batch.columns |= make_method_columns(groups, self.config)
         if step > 0 and self.config.has_self_teacher:

@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from megarl.config.errors import CheckpointError, StorageError
+from megarl.config.errors import CheckpointError
 from megarl.config.files import OptionalFiles, mark_required
 from megarl.config.schema import PRETRAINING, TRAIN, Config
 from megarl.data.batch import RolloutBatch
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import broadcast_from_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0, run_on_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout import messages as m
 from megarl.schedule.models import load_tokenizer
@@ -341,19 +341,17 @@ class EngineRank:
         """Answer trainers that wait for this rank to join a transfer. Here they do not."""
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
-        folder, failure = rollouts_folder(self.config), None
+        folder = rollouts_folder(self.config)
         target, partial = folder / FOLDER.format(number), folder / f".{FOLDER.format(number)}"
-        try:
-            if self.runtime.engines.rank == 0:
-                with mark_required(target):
-                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    shutil.rmtree(partial, ignore_errors=True)
-                    shutil.copytree(source, partial)
-                    partial.rename(target)
-        except StorageError as error:
-            failure = error
-        if (failure := broadcast_from_rank_0(self.runtime.engines, failure, StorageError | None)) is not None:
-            raise failure
+
+        def copy() -> None:
+            with mark_required(target):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(source, partial)
+                partial.rename(target)
+
+        run_on_rank_0(self.runtime.engines, copy)
         state = read_manifest(manifest_path(source.parent, number))["state"]
         return m.RolloutStored(TRAIN, number, {"inside/rollout": 0.0}, state["errors"], [])
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from megarl.config.errors import ConfigError, MegarlError, StorageError
+from megarl.config.errors import MegarlError
 from megarl.config.phases import PHASES
 from megarl.config.schema import EVALUATION
 from megarl.observe.prometheus import Exporter
-from megarl.observe.run_log import RunLog, SampleRecord
+from megarl.observe.run_log import RunLog
 from megarl.observe.terminal import RunHeader, TerminalView
 from megarl.observe.timeline import Timeline
-from megarl.parallel.comm import broadcast_from_rank_0, gather_objects
+from megarl.parallel.comm import gather_objects, run_on_rank_0
 from megarl.schedule.profiler import Profiler
 from megarl.schedule.run import Run, Step
 from megarl.schedule.samples import add_tokens, has_tokens
@@ -167,9 +167,9 @@ class RecordListener(Listener):
 
     def __init__(self, run: Run) -> None:
         self._run, self.config, self.runtime = run, run.config, run.runtime
-        self.facts, self.is_rank_0 = describe_run(run), run.runtime.rank == 0
+        self.facts = describe_run(run)
         every = -(-self.config.steps // PLAIN_LINES)
-        mode = self.config.log.terminal if self.is_rank_0 else "quiet"
+        mode = self.config.log.terminal if run.runtime.rank == 0 else "quiet"
         self.view = TerminalView(mode, self.facts, every=every)
         self.log: RunLog | None = None
 
@@ -181,7 +181,7 @@ class RecordListener(Listener):
             outputs = log.samples, log.tensorboard, log.wandb, exporter
             self.log = RunLog(self.config.run_dir, not fresh, *outputs, self._run.dispensable)
 
-        self._on_rank_0(open_log)
+        run_on_rank_0(self.runtime, open_log)
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -196,7 +196,7 @@ class RecordListener(Listener):
             raise
         for lines in gather_objects(self.runtime, self._run.dispensable.take(), list[str]):
             self._write_events(lines)
-        self._on_rank_0(self.log.close if self.log is not None else lambda: None)
+        run_on_rank_0(self.runtime, self.log.close if self.log is not None else lambda: None)
 
     def phase(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
         self.view.phase(name)
@@ -206,7 +206,9 @@ class RecordListener(Listener):
     def step(self, step: Step) -> Iterator[None]:
         megatron_seconds = count_megatron_seconds(self._run)
         yield
-        samples, metrics = self._samples(step), step.metrics
+        samples, metrics = list(step.samples.values()), step.metrics
+        if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
+            samples = add_tokens(step.samples, step.batch, self._run.tokenizer, self.runtime)
         self._reduce_memory(metrics)
         metrics["time/step"] = time.perf_counter() - step.started
         metrics["inside/megatron"] = count_megatron_seconds(self._run) - megatron_seconds
@@ -226,17 +228,16 @@ class RecordListener(Listener):
         self._record({"step": number, "stage": EVALUATION, **metrics}, answers)
 
     def rewind(self, stage: str, number: int) -> None:
-        self._on_rank_0(lambda: self.log and self.log.truncate_after(number, stage))
+        def truncate() -> None:
+            if self.log is not None:
+                self.log.truncate_after(number, stage)
+
+        run_on_rank_0(self.runtime, truncate)
 
     def event(self, line: str, *, keep: bool = True) -> None:
         self.view.event(line)
         if keep:
             self._write_events([line])
-
-    def _samples(self, step: Step) -> list[SampleRecord]:
-        if self.config.log.samples and has_tokens(step.number, self.facts.total(step.stage)):
-            return add_tokens(step.samples, step.batch, self._run.tokenizer, self.runtime)
-        return list(step.samples.values())
 
     def _reduce_memory(self, metrics: dict[str, float]) -> None:
         """Reduce memory to the maximum over ranks, memory_all to the sum."""
@@ -256,22 +257,12 @@ class RecordListener(Listener):
                 self.view.step(self.log.write_metrics(record))
                 self.log.write_answers(record["step"], answers)
 
-        self._on_rank_0(write)
+        run_on_rank_0(self.runtime, write)
 
     def _write_events(self, lines: Iterable[str]) -> None:
         if self.log is not None:
             for line in lines:
                 self.log.write_event(line)
-
-    def _on_rank_0(self, write: Callable[[], Any]) -> None:
-        failure = None
-        try:
-            if self.is_rank_0:
-                write()
-        except (ConfigError, StorageError) as error:
-            failure = error
-        if (failure := broadcast_from_rank_0(self.runtime, failure, MegarlError | None)) is not None:
-            raise failure
 
 
 def describe_run(run: Run) -> RunHeader:

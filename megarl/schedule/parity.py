@@ -22,10 +22,10 @@ from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import TrainBatch
 from megarl.model.builder import DTYPES
 from megarl.parallel.comm import (
-    broadcast_from_rank_0,
     gather_objects,
     gather_to_rank_0,
     max_over_ranks,
+    run_on_rank_0,
     sum_over_replicas,
 )
 from megarl.rollout.engines.transformers_engine import TransformersEngine
@@ -35,7 +35,6 @@ from megarl.training.batch import make_micro_batches
 from megarl.weights.hf import load_into
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards
-from megarl.weights.tensor_files import Processes
 
 # Limits of the mean |difference| of log-probs, in nats.
 LIMITS = {"fp32": 1e-3, "bf16": 0.15, "fp8": 0.4}
@@ -78,9 +77,7 @@ def check_parity(run: Run, step: Step) -> None:
 
     Without old log-probs, a pass computes those of the first mini-batch."""
     guard, batch, precision = run.config.guard, step.batch, get_precision(run.config)
-    if guard.parity == "none":
-        return
-    limit = LIMITS[precision] if guard.parity == "auto" else guard.parity
+    limit = LIMITS[precision] if guard.parity == "auto" else float(guard.parity)
     version = 0 if step.stage == PRETRAINING else step.number - 1
     mask = mask_comparable(batch, version)
     if "old_logprobs" in batch:
@@ -123,24 +120,22 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
             weight_sync.sync(weight_sync.version)
         sequences = _choose_sequences(run, step.batch)
         states = [_run_trainer(run, *sequence) for sequence in sequences]
-        reference, verdict = engine or _build_reference(run, version), ""
+        reference = engine or _build_reference(run, version)
 
-        def compare() -> None:
-            nonlocal verdict
+        def compare() -> str:
             assert reference is not None
             differences = [
                 _compare(reference, *sequence, trainer_outputs, config.rollout.temperature)
                 for sequence, trainer_outputs in zip(sequences, states, strict=True)
             ]
-            verdict = _describe(run, differences, engine is not None)
+            return _describe(run, differences, engine is not None)
 
-        Processes(runtime.cpu_group).first(compare)  # on rank 0; its error is raised on all ranks
+        return run_on_rank_0(runtime, compare, str)
     except MegarlError as error:
         return f"layers could not be compared: {error}"
     finally:
         if runtime.rank == 0:
             shutil.rmtree(config.run_dir / "parity", ignore_errors=True)
-    return str(broadcast_from_rank_0(runtime, verdict, str))
 
 
 def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:

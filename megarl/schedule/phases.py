@@ -76,9 +76,8 @@ def old_logprobs(run: Run, step: Step) -> None:
             unreplayed_logprobs = run.actor.logprob_columns(batch, batch.micro_batches)["logprobs"]
         step.count_tokens(passes=1)
         unreplayed_metrics, _ = mismatch(batch, unreplayed_logprobs, version, run.runtime)
-        step.metrics |= {
-            f"mismatch/unreplayed_{name[9:]}": value for name, value in unreplayed_metrics.items()
-        }
+        for name, value in unreplayed_metrics.items():
+            step.metrics[name.replace("mismatch/", "mismatch/unreplayed_")] = value
     step.metrics |= correct_mismatch(run.config.algorithm.mismatch, batch, run.runtime)
 
 
@@ -95,10 +94,9 @@ def parity(run: Run, step: Step) -> None:
 
 def reference_logprobs(run: Run, step: Step) -> None:
     assert run.reference is not None
-    batch = step.batch
     step.count_tokens(passes=1)
-    columns = run.reference.logprob_columns(batch, batch.micro_batches)
-    batch["ref_logprobs"] = columns["logprobs"]
+    columns = run.reference.logprob_columns(step.batch, step.batch.micro_batches)
+    step.batch["ref_logprobs"] = columns["logprobs"]
 
 
 def reward_model(run: Run, step: Step) -> None:
@@ -139,8 +137,8 @@ def group_advantages(run: Run, step: Step) -> None:
 
 def tracked_advantages(run: Run, step: Step) -> None:
     add_tracked_advantages = load_function(run.config.algorithm.advantage_method.function)
-    [state] = run.method_states.values()
-    step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, state)
+    states = run.method_states.values()
+    step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, *states)
 
 
 def return_advantages(run: Run, step: Step) -> None:
@@ -166,34 +164,26 @@ def critic_agreement(run: Run, step: Step) -> None:
 
 def teacher_advantages(run: Run, step: Step) -> None:
     """Add a teacher's log-probs to the advantages (on-policy distillation)."""
-    batch, config = step.batch, run.config
     logprobs = teacher_columns(run, step, "teacher_advantages")["logprobs"]
-    old_column = batch[config.algorithm.old_column]
-    if config.teacher.alone:
-        batch["advantages"] = torch.zeros_like(batch["advantages"])
-    step.metrics |= add_teacher(config.teacher.weight, old_column, logprobs, batch, run.runtime)
+    old_logprobs = step.batch[run.config.algorithm.old_column]
+    step.metrics |= add_teacher(run.config.teacher.weight, old_logprobs, logprobs, step.batch, run.runtime)
 
 
 def teacher_top_k(run: Run, step: Step) -> None:
-    columns = teacher_columns(run, step, "teacher_top_k", run.config.teacher.top_k)
-    step.batch["teacher_logprobs"], step.batch["teacher_tokens"] = (
-        columns["logprobs"],
-        columns["tokens"].int(),
-    )
-    if run.config.teacher.alone:
-        step.batch["advantages"] = torch.zeros_like(step.batch["advantages"])
+    batch, columns = step.batch, teacher_columns(run, step, "teacher_top_k", run.config.teacher.top_k)
+    batch["teacher_logprobs"], batch["teacher_tokens"] = columns["logprobs"], columns["tokens"].int()
 
 
 def teacher_logprobs(run: Run, step: Step) -> None:
     step.batch["teacher_logprobs"] = teacher_columns(run, step, "teacher_logprobs")["logprobs"]
-    if run.config.teacher.alone:
-        step.batch["advantages"] = torch.zeros_like(step.batch["advantages"])
 
 
 def teacher_columns(run: Run, step: Step, phase: str, k: int | None = None) -> dict[str, Tensor]:
     """Return the teachers' logprobs [T], -inf without a teacher; with k their top k logprobs and tokens.
 
-    Those are [T, k], and [T, 0] before the last pipeline stage."""
+    Those are [T, k], and [T, 0] before the last pipeline stage. With teacher.alone, set advantages to 0."""
+    if run.config.teacher.alone:
+        step.batch["advantages"] = torch.zeros_like(step.batch["advantages"])
     shape = (step.batch.num_tokens, *([k if run.runtime.is_last_stage else 0] if k else []))
     columns = {"logprobs": torch.full(shape, -torch.inf)}
     if k:

@@ -157,23 +157,16 @@ def _check_training(
             problem = f"a {folder.config.get('model_type')} model has no experts"
             raise ConfigError(f"{key}: {problem} (set it to false)")
     check_recomputed(folder.config, config.model)
-    check_frozen(folder.config, config.actor, "actor")
-    check_lora(folder.config, config.actor.lora, "actor")
-    check_muon(folder.config, config.actor, layout, "actor")
-    if config.has_critic:
-        check_frozen(critic.config, config.critic, "critic")
-        check_lora(critic.config, config.critic.lora, "critic")
-        check_muon(critic.config, config.critic, layout, "critic")
+    models = [("actor", folder.config, config.actor)]
+    models += [("critic", critic.config, config.critic)] if config.has_critic else []
+    for name, hf_config, optimizer in models:
+        check_frozen(hf_config, optimizer, name)
+        check_lora(hf_config, optimizer.lora, name)
+        check_muon(hf_config, optimizer, layout, name)
 
 
 def _check_memory(
-    config: Config,
-    where: str,
-    folder: ModelFolder,
-    device: torch.device,
-    world: int | None,
-    *,
-    replay: bool,
+    config: Config, where: str, folder: ModelFolder, device: torch.device, world: int | None, *, replay: bool
 ) -> str | None:
     num_ranks = _count_ranks(config, world)
     if device.type == "cuda":
@@ -224,10 +217,7 @@ def preflight_evaluation(
         folder = _open_folder(config.model.path, key)
     else:
         folder = ModelDescription(config.model.path, read_config(config.model.path))
-    sizes = config.parallel
-    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
-    check_linear(folder.config, config)
-    _check_buildable(folder.path, key)
+    _check_layout(config, folder, key)
     tokenizer = check_tokenizer(config, folder, key)
     _check_positions(config, where, folder)
     _check_engine_layout(config, folder.config, device)
@@ -247,11 +237,8 @@ def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -
     folder = _open_folder(path, key, critic=critic)
     with prefix_errors(key):
         carried_files(path)  # exports copy them
-    sizes = config.parallel
-    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
+    _check_layout(config, folder, key)
     check_sizes(config, folder.config, key)
-    check_linear(folder.config, config)
-    _check_buildable(folder.path, key)
     return folder
 
 
@@ -264,11 +251,14 @@ def _open_folder(path: Path, key: str, *, critic: bool = False) -> ModelFolder:
         return open_model(path, critic=critic)
 
 
-def _check_buildable(path: Path, key: str) -> None:
+def _check_layout(config: Config, folder: ModelFolder | ModelDescription, key: str) -> None:
     from megarl.model.hf_config import check_buildable  # imports transformers, which takes seconds
 
+    sizes = config.parallel
+    check_layout(folder.config, sizes.tp, sizes.pp, sizes.ep, sizes.vpp)
+    check_linear(folder.config, config)
     with prefix_errors(key):
-        check_buildable(path)
+        check_buildable(folder.path)
 
 
 def check_judge_answers(judge: JudgeConfig, references: Sequence[str | Reference]) -> None:
@@ -288,21 +278,19 @@ def check_verifier(
         references = [reference for reference in references if isinstance(reference, Reference)]
     if not references:
         return
+    answers = [reference if isinstance(reference, str) else reference.answer for reference in references]
     items: list[Item] = []
-    for reference in references:
-        answer = reference if isinstance(reference, str) else reference.answer
+    for reference, answer in zip(references, answers, strict=True):
         response = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
         items.append((response, reference, len(response), 2 * len(response), False))
     limits = 1, reward.timeout, reward.memory
     with VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox) as pool:
         verdicts = pool.verify(items)
-    for tested_reference, verdict in zip(references, verdicts, strict=True):
-        gym_reference = tested_reference if isinstance(tested_reference, Reference) else None
-        is_wrong = not verdict.correct and reward.verifier == "math" and gym_reference is None
+    for reference, answer, verdict in zip(references, answers, verdicts, strict=True):
+        is_wrong = not verdict.correct and reward.verifier == "math" and isinstance(reference, str)
         problem = verdict.error or ("it is found wrong" if is_wrong else None)
         if not problem:
             continue
-        answer = tested_reference if isinstance(tested_reference, str) else tested_reference.answer
         example = f"a made-up response that gives the reference answer {answer[:60]!r}"
         if problem.startswith("reward.terms."):
             key, _, what = problem.partition(": ")
@@ -310,8 +298,8 @@ def check_verifier(
                 "called with a megarl.rewards.GradedResponse and its arguments, it must return a number"
             )
             raise ConfigError(f"{key}: fails on {example}: {what} ({requirement})")
-        if gym_reference is not None:
-            task = json.loads(gym_reference.entry)["task"]
+        if isinstance(reference, Reference):
+            task = json.loads(reference.entry)["task"]
             raise ConfigError(f"data: reasoning-gym's scorer of {task} fails on {example}: {problem}")
         raise ConfigError(
             f"reward.verifier: {reward.verifier} fails on {example}: {problem} "

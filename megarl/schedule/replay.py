@@ -179,19 +179,14 @@ def check_replay(config: Config, number: int) -> None:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    different_names = outcome.different
-    different_numbers = {name: outcome.numbers[name] for name in different_names if name in outcome.numbers}
-    details = [
-        f"{name}: recorded {recorded:.9g}, replayed {replayed:.9g}"
-        for name, (recorded, replayed) in different_numbers.items()
-    ]
+    details = []
+    for name in outcome.different:
+        if name in outcome.numbers:
+            recorded, replayed = outcome.numbers[name]
+            details.append(f"{name}: recorded {recorded:.9g}, replayed {replayed:.9g}")
     rule = "to the last recorded digit" if outcome.exact else f"within {outcome.tolerance:g}"
     verdict = f"{len(outcome.numbers) - len(details)} of {len(outcome.numbers)} numbers equal {rule}"
     if outcome.weights is not None:
         verdict += f"; largest difference of a weight after the step: {outcome.weights:.3g}"
-    return [
-        *outcome.remarks,
-        *details,
-        verdict,
-        *([f"{len(different_names)} differ"] if different_names else []),
-    ]
+    count = [f"{len(outcome.different)} differ"] if outcome.different else []
+    return [*outcome.remarks, *details, verdict, *count]

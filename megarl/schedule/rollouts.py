@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.errors import ConfigError, DataError, MegarlError
+from megarl.config.errors import ConfigError, DataError
 from megarl.config.files import describe_error, fsync, write_atomic
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch, join, read_batch, write_batch
 from megarl.data.prompts import Prompt, checksum_prompts
 from megarl.observe.run_log import SampleRecord
-from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0
+from megarl.parallel.comm import broadcast_from_rank_0, gather_objects, gather_to_rank_0, run_on_rank_0
 from megarl.parallel.runtime import Ranks
 from megarl.training.checkpoint import ADDED, hash_file, list_fixed_settings
 
@@ -132,34 +132,24 @@ def read_rollout(
 
     Raises on every rank: DataError for damage, ConfigError for another `made_from`."""
     path = manifest_path(folder, number)
-    text, failure = "", None
+
+    def read() -> str:
+        manifest = read_manifest(path)
+        check_made_from(path, manifest["made_from"], made_from or {})
+        return json.dumps(manifest)  # as text: a prompt's integers may have any size
+
+    manifest = json.loads(run_on_rank_0(ranks, read, str))
+    files, batches, problem = [*manifest["files"].items()][ranks.rank :: ranks.world], [], None
     try:
-        if ranks.rank == 0:
-            manifest = read_manifest(path)
-            check_made_from(path, manifest["made_from"], made_from or {})
-            text = json.dumps(manifest)  # as text: a prompt's integers may have any size
-    except (ConfigError, DataError) as error:
-        failure = error
-    text, failure = broadcast_from_rank_0(ranks, (text, failure), tuple[str, MegarlError | None])
-    if failure is not None:
-        raise failure
-    manifest = json.loads(text)
-    batches, problem = [], None
-    try:
-        for i, (name, digest) in enumerate(manifest["files"].items()):
-            if i % ranks.world == ranks.rank:
-                batches.append(read_batch(path.parent / name, digest))
+        batches = [read_batch(path.parent / name, digest) for name, digest in files]
     except DataError as error:
         problem = error
     local_batch, local_rows = None, None
-    if batches and problem is None:
+    if batches:
         local_batch = join(batches)
         local_batch = local_batch.select(local_batch["row"].argsort())
-        columns = {
-            name: local_batch.columns.pop(name)
-            for name in list(local_batch.columns)
-            if name not in TOKEN_COLUMNS
-        }
+        row_columns = [name for name in local_batch.columns if name not in TOKEN_COLUMNS]
+        columns = {name: local_batch.columns.pop(name) for name in row_columns}
         columns.setdefault("prompt_length", local_batch.prompt_lengths)  # missing in old files
         if "begun" in columns:
             columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3

@@ -61,8 +61,7 @@ class BatchSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of `join`. Raises CheckpointError if data files have changed."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (sources of files have nothing to stop)
         """Stop engines and verifiers."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Iterable[dict[str, Any]]]:
@@ -99,15 +98,8 @@ class Generation(BatchSource):
             len(self.prompts), config.seed, config.data.shuffle, checksum_prompts(self.prompts)
         )
         reward = config.reward
-        self.verifiers = VerifierPool(
-            reward.verifier,
-            reward.workers,
-            reward.timeout,
-            reward.memory,
-            reward.terms,
-            own_verifiers(config.data),
-            reward.sandbox,
-        )
+        limits, own = (reward.workers, reward.timeout, reward.memory), own_verifiers(config.data)
+        self.verifiers = VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox)
         self.engine = load_engine_class(config).build(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
         self.rollout_rank = RolloutRank(
@@ -219,9 +211,6 @@ class RecordedRollouts(BatchSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Ignore the state: rollouts are read by step."""
 
-    def close(self) -> None:
-        pass
-
 
 class SupervisedPairs(BatchSource):
     """Given pairs of prompt and response, the same on every rank."""
@@ -246,6 +235,3 @@ class SupervisedPairs(BatchSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state(state["pairs"])
-
-    def close(self) -> None:
-        pass

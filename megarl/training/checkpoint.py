@@ -155,11 +155,8 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def list_fixed_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a continued run must keep."""
     settings = _list_fixed_keys(config)
-    models = {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
-    models |= config.teacher.folders
-    for key, folder in {"model.path": config.model.path, **models}.items():
-        if folder is not None:
-            settings[f"{key}/config.json"] = hash_file(folder / "config.json")
+    for key, folder in config.model_folders.items():
+        settings[f"{key}/config.json"] = hash_file(folder / "config.json")
     return settings
 
 

@@ -117,7 +117,7 @@ def further_terms(
     if config.entropy_weight:
         entropy_column = "entropy_weights" if config.agreement.filter else weights_column
         yield config.entropy_weight, entropy_loss(entropy, column(entropy_column))
-    if teacher is None or not teacher.is_in_loss:
+    if teacher is None or teacher.effect == "advantages":
         return
     importance, cap = None, teacher.ratio_cap
     if cap is not None:

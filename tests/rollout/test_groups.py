@@ -346,7 +346,7 @@ def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
     for number, only in zip((0, 1), ({0}, {1, 2}), strict=True):
         graded = [structs.replace(r, graded=i in only) for i, r in enumerate(groups[number].samples)]
         groups[number] = replace(groups[number], samples=graded)
-    compared = AlgorithmConfig(advantage=advantage).compares
+    compared = AlgorithmConfig(advantage=advantage).advantage_method.compares_group
     batch = make_rollout_batch(groups, compared=compared)
     assert batch.response_lengths.tolist() == counts
     assert batch["rewards"].tolist() == pytest.approx([1.0 * (counts[0] > 0), 0, 0, 0, -1.3, -1.3])

@@ -16,7 +16,6 @@ from megarl.config.methods import (
     Option,
     PolicyLoss,
     PolicyLossName,
-    describe_values,
     method_options,
 )
 from megarl.config.schema.section import Section, field, section
@@ -112,8 +111,12 @@ def with_method_options(algorithm: type[T]) -> type[T]:
 
 def declare_switch(table: dict[str, PolicyLoss] | dict[str, Advantage], default: str) -> Any:
     """Declare a key that selects a row of a table."""
-    meaning, source = describe_values(table)
-    return field(default, meaning, source=source)
+    names_by_meaning: dict[str, list[str]] = {}
+    for name, row in table.items():
+        names_by_meaning.setdefault(row.meaning, []).append(name)
+    meanings = (f"{', '.join(names)}: {meaning}" for meaning, names in names_by_meaning.items())
+    sources = dict.fromkeys(row.source for row in table.values())
+    return field(default, "; ".join(meanings), source="; ".join(sources))
 
 
 @with_method_options
@@ -199,11 +202,6 @@ class AlgorithmConfig(Section):
     mismatch: MismatchConfig = section(MismatchConfig)
     dppo: DppoConfig = section(DppoConfig)
     agreement: AgreementConfig = section(AgreementConfig)
-
-    @property
-    def compares(self) -> bool:
-        """Return whether an advantage depends on the group's other responses."""
-        return self.advantage_method.compares_group
 
     @property
     def advantage_method(self) -> Advantage:

@@ -87,9 +87,11 @@ class TeacherConfig(Section):
     )
 
     @property
-    def is_in_loss(self) -> bool:
-        """Return whether the teacher is a term of the loss."""
-        return self.top_k is not None or self.ratio_cap is not None
+    def effect(self) -> Literal["advantages", "logprobs", "top_k"]:
+        """Return what the teacher changes: advantages, or the loss by sampled or top-k tokens."""
+        if self.top_k is not None:
+            return "top_k"
+        return "advantages" if self.ratio_cap is None else "logprobs"
 
     @property
     def folders(self) -> dict[str, Path]:
