@@ -11,7 +11,6 @@ from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.sizes import FP32, GIB, Activations, count_in_flight, count_kept_outputs
 from megarl.plan.tensors import (
-    SCALAR_HEAD_MODELS,
     count_bucket_params,
     count_muon_elements,
     count_trained,
@@ -82,17 +81,18 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
     if phase.name == WEIGHT_TRANSFER:
-        return weight_transfer(plan)
+        return {"transfer buckets": transfer_buffer_bytes(plan)}
     if phase.model is None:
-        return rollout()
+        return {}  # an engine's memory is in its groups
     stage_pass = _make_stage_pass(plan, phase.model, stage, tokens)
-    if phase.updates("critic"):
-        return critic_update(plan, stage_pass)
+    top_k_bytes = TOP_K_ENTRY * stage_pass.tokens * _count_top_k(plan, phase) * stage_pass.is_last
+    top_k_bytes *= FRAGMENTATION
     if phase.updates_weights:
-        return actor_update(plan, stage_pass, _count_top_k(plan, phase))
-    if phase.model in SCALAR_HEAD_MODELS:
-        return values(stage_pass)
-    return logprobs(stage_pass, _count_top_k(plan, phase))
+        return _update(plan, stage_pass, top_k_bytes)
+    forward_bytes = stage_pass.activations.forward_only(
+        stage_pass.tokens, stage_pass.is_last, stage_pass.dense_layers
+    )
+    return {"activations": forward_bytes * FRAGMENTATION + top_k_bytes}
 
 
 class _StagePass(NamedTuple):
@@ -131,37 +131,6 @@ def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     return top_k.get(phase.name, 0)
 
 
-def _top_k_bytes(stage_pass: _StagePass, top_k: int) -> float:
-    return TOP_K_ENTRY * stage_pass.tokens * top_k * stage_pass.is_last * FRAGMENTATION
-
-
-def rollout() -> dict[str, float]:
-    return {}
-
-
-def logprobs(stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    return {"activations": _forward_bytes(stage_pass) + _top_k_bytes(stage_pass, top_k)}
-
-
-def values(stage_pass: _StagePass) -> dict[str, float]:
-    return {"activations": _forward_bytes(stage_pass)}
-
-
-def _forward_bytes(stage_pass: _StagePass) -> float:
-    return (
-        stage_pass.activations.forward_only(stage_pass.tokens, stage_pass.is_last, stage_pass.dense_layers)
-        * FRAGMENTATION
-    )
-
-
-def critic_update(plan: PlanInputs, stage_pass: _StagePass) -> dict[str, float]:
-    return _update(plan, stage_pass, 0.0)
-
-
-def actor_update(plan: PlanInputs, stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    return _update(plan, stage_pass, _top_k_bytes(stage_pass, top_k))
-
-
 def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
     in_flight_batches = count_in_flight(plan.layout, stage_pass.stage)
     outputs = count_kept_outputs(plan.layout, in_flight_batches, stage_pass.is_last)
@@ -181,10 +150,6 @@ def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dic
     if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
         parts["Muon's matrices"] = extra_scratch
     return parts
-
-
-def weight_transfer(plan: PlanInputs) -> dict[str, float]:
-    return {"transfer buckets": transfer_buffer_bytes(plan)}
 
 
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:

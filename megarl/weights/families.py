@@ -5,7 +5,7 @@ Imports without torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -134,9 +134,6 @@ class Sizes:
     @property
     def is_uniform(self) -> bool:
         return not self.dense and not self.linear
-
-    def count(self, pair: Pair, layers: Collection[int]) -> int:
-        return len(layers) if self.is_uniform else sum(self.has(pair, layer) for layer in layers)
 
 
 def _get_size(
