@@ -180,16 +180,9 @@ class _RolloutSimulation:
             engine.generated += sum(length - (end - engine.step) for end, _, length, _ in unfinished)
         trained_groups = [group for group in self.submitted[: self.read] if group.kept][: self.needed]
         prompt_tokens = self.work.prompt_tokens
-        tokens = sum(
-            length + prompt_tokens + group.prefix_tokens
-            for group in trained_groups
-            for length in group.lengths
-        )
-        fresh = sum(
-            length + prompt_tokens * (not group.prefix_tokens)
-            for group in trained_groups
-            for length in group.lengths
-        )
+        responses = [(length, group.prefix_tokens) for group in trained_groups for length in group.lengths]
+        tokens = sum(length + prompt_tokens + prefix_tokens for length, prefix_tokens in responses)
+        fresh = sum(length + prompt_tokens * (not prefix_tokens) for length, prefix_tokens in responses)
         generated = sum(engine.generated for engine in self.engines)
         return SimulatedRollout(self.now, [engine.busy for engine in self.engines], tokens, fresh, generated)
 
@@ -501,11 +494,8 @@ def make_rollout_work(
 
 def make_log_normal(lengths: Lengths) -> SampleLengths:
     """Make a log-normal sampler, cut at the limit, correlated within a group."""
-    log_median, group_weight, response_weight = (
-        math.log(lengths.median),
-        GROUP_CORRELATION**0.5,
-        (1 - GROUP_CORRELATION) ** 0.5,
-    )
+    log_median = math.log(lengths.median)
+    group_weight, response_weight = GROUP_CORRELATION**0.5, (1 - GROUP_CORRELATION) ** 0.5
 
     def sample(rng: random.Random, responses: int) -> list[float]:
         group_deviation = group_weight * rng.gauss(0, 1)
