@@ -72,10 +72,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
         engine_sizes = [config.rollout.engine_tp]
     plans = [replace_keys(plan, rollout__engine_tp=tp) for tp in engine_sizes]
     if config.has_engine:  # quickest first, at any layout
-        plans = sorted(
-            (p for p in plans if _is_valid_engine(p)),
-            key=lambda p: rollout_seconds(p, lengths),
-        )
+        plans = sorted(filter(_is_valid_engine, plans), key=lambda p: rollout_seconds(p, lengths))
     engine_sizes = [p.config.rollout.engine_tp for p in plans] or engine_sizes
     candidates = [
         _choose_for_layout(layout_plan, engine_sizes, lengths) for layout_plan in _list_layouts(plan, node)

@@ -340,20 +340,14 @@ class Round:
     receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
 
 
-class ScheduledPiece(NamedTuple):
-    round_number: int
-    piece: Copy
-    size: int
-    is_relay: bool
-
-
 def align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
-    """Yield every piece that is sent between ranks, in the same order on all ranks.
+def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[tuple[int, Copy, int, bool]]:
+    """Yield (round, piece, its staged bytes, is a relay) of every piece sent between ranks.
 
+    The order is the same on all ranks.
     In a round a rank stages at most `bucket_bytes` / 2 (at least one element) for sends, and for receives. A
     piece goes into the first round with room at both ends after their earlier pieces. There is no deadlock:
     ranks wait only for peers of the round, so the lowest unfinished one can finish."""
@@ -374,14 +368,11 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
                 used_bytes = [nbytes if round_ == round_number else 0 for round_, nbytes in end_rounds]
                 if max(used_bytes) + size > limit:
                     round_number, used_bytes = round_number + 1, [0, 0]
-                last_rounds[source], last_rounds[target] = (
-                    (round_number, used_bytes[0] + size),
-                    (round_number, used_bytes[1] + size),
-                )
-                yield ScheduledPiece(round_number, piece, size, is_relay)
-        first_round = (
-            max((round_number for round_number, _ in last_rounds.values()), default=first_round - 1) + 1
-        )
+                last_rounds[source] = round_number, used_bytes[0] + size
+                last_rounds[target] = round_number, used_bytes[1] + size
+                yield round_number, piece, size, is_relay
+        last_round = max((round_ for round_, _ in last_rounds.values()), default=first_round - 1)
+        first_round = last_round + 1
 
 
 def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
@@ -511,11 +502,10 @@ def fp8_block(
                 scale_name = _scale_name(name)
                 target_shards[scale_name] = _build_scales(name, shard, shapes)
                 formats |= {name: FP8, scale_name: FP32}
+    for _, shards in sources:
+        sources_with_scales.setdefault(id(shards), {**shards, **scales})
     return (
-        [
-            (rank, sources_with_scales.setdefault(id(shards), {**shards, **scales}))
-            for rank, shards in sources
-        ],
+        [(rank, sources_with_scales[id(shards)]) for rank, shards in sources],
         [(rank, quantised_targets[id(shards)]) for rank, shards in targets],
         formats,
     )

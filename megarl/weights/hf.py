@@ -19,13 +19,7 @@ from megarl.config.files import open_regular, read_json
 from megarl.weights.boxes import Box, full_box, pack, view
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, get_family, is_tied, read_config
 from megarl.weights.shards import Shards, hf_shapes
-from megarl.weights.tensor_files import (
-    FileTensor,
-    as_bytes,
-    blocks,
-    tensor_error,
-    write_json,
-)
+from megarl.weights.tensor_files import FileTensor, as_bytes, blocks, tensor_error, write_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -139,8 +133,8 @@ class HFFolder(ModelFolder):
         listed_names = {*weight_map, *self.shapes}
         unlisted_entries = {
             name: entry
-            for file in headers.values()
-            for name, entry in file.items()
+            for header in headers.values()
+            for name, entry in header.items()
             if name not in listed_names
         }
         return unlisted_entries | {name: headers[file][name] for name, file in weight_map.items()}
