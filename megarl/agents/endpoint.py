@@ -67,11 +67,7 @@ class Endpoint:
     """A worker's server. seconds: maximum time between requests."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        seconds: float,
-        stop: Sequence[str] = (),
-        variables: Mapping[str, Any] = EMPTY,
+        self, tokenizer: Any, seconds: float, stop: Sequence[str] = (), variables: Mapping[str, Any] = EMPTY
     ) -> None:
         check_installed()
         check_template(tokenizer, stop=stop, variables=variables)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import random
 import re
 import sys
@@ -98,10 +99,6 @@ class ToolPool:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         sandbox: str = STRICT,
     ) -> None:
-        if workers < 1 or seconds <= 0 or memory_mib < 64 or observation_bytes < 1:
-            actual = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
-            expected = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
-            raise ValueError(f"{expected} expected (got {actual})")
         self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
             "memory_mib": memory_mib,
@@ -120,11 +117,7 @@ class ToolPool:
 
     @property
     def pids(self) -> list[int]:
-        return [
-            process.pid
-            for process in self._slots
-            if process is not None and process.pid is not None and process.alive
-        ]
+        return [process.pid for process in filter(None, self._slots) if process.pid and process.alive]
 
     @property
     def waiting(self) -> list[_Job]:
@@ -147,13 +140,8 @@ class ToolPool:
         seed: int = 0,
     ) -> Result[str]:
         """Call `module:function` or an MCP tool. Raises TypeError if an argument is no JSON value."""
-        message = {
-            "function": function,
-            "arguments": list(arguments),
-            "keywords": dict(keywords),
-            "seed": seed,
-        }
-        answer = await self._run_job(_Job(function, message))
+        call = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
+        answer = await self._run_job(_Job(function, call))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
 
     async def step(
@@ -237,13 +225,13 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # with the fewest environments to lose
-
-                def cost(slot: int) -> tuple[bool, int, int]:
-                    process = self._slots[slot]
-                    return process is None, 0 if process is None else len(process.keys), slot
-
-                slot = min(self._idle, key=cost)
+            if slot not in self._idle:  # a running process, with the fewest environments to lose
+                num_environments = {
+                    index: len(process.keys)
+                    for index, process in enumerate(self._slots)
+                    if process is not None
+                }
+                slot = min(self._idle, key=lambda slot: (num_environments.get(slot, math.inf), slot))
             self._idle.remove(slot)
             return slot
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -445,15 +433,8 @@ class _JobHandler:
         if method == "verdict":
             yield None
             verdict = environment.verdict()
-            yield {
-                "value": [
-                    verdict.correct,
-                    short(verdict.extracted),
-                    short(verdict.error),
-                    verdict.score,
-                    verdict.graded,
-                ]
-            }
+            explanation = short(verdict.extracted), short(verdict.error)
+            yield {"value": [verdict.correct, *explanation, verdict.score, verdict.graded]}
             return
         self.environments[key] = environment
         if len(self.environments) > _MAX_ENVIRONMENTS:
