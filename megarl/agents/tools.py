@@ -376,9 +376,8 @@ class _JobHandler:
         try:
             if is_tool:
                 path = job["function"]
-                function = (
-                    connect_tool(path) if path.startswith(MCP) else import_object("rollout.tools", path)
-                )
+                is_mcp = path.startswith(MCP)
+                function = connect_tool(path) if is_mcp else import_object("rollout.tools", path)
             else:
                 assert self.environment is not None
                 make_environment = partial(import_environment(self.environment), **self.arguments)
@@ -531,9 +530,8 @@ def build_schema(function: str) -> dict[str, Any]:
     try:
         for name, parameter in inspect.signature(tool).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(
-                    f"{where}: {parameter} cannot be given by name (name each parameter: {name})"
-                )
+                what = f"{parameter} cannot be given by name (name each parameter: {name})"
+                raise ConfigError(f"{where}: {what}")
         return cast(dict[str, Any], get_json_schema(tool))
     except ConfigError:
         raise
@@ -550,28 +548,23 @@ def import_environment(path: str, arguments: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{where} is {type(environment_class).__name__}, not a class")
     missing_methods = [name for name in _METHODS if not callable(getattr(environment_class, name, None))]
     if missing_methods:
-        raise ConfigError(
-            f"{where} has no {' and no '.join(missing_methods)} (it needs {', '.join(_METHODS)})"
-        )
-    if len(optional_methods := [name for name in _OPTIONAL if hasattr(environment_class, name)]) == 1:
-        raise ConfigError(
-            f"{where} has {optional_methods[0]} "
-            f"without {'restore' if optional_methods == ['state'] else 'state'}"
-        )
+        missing = " and no ".join(missing_methods)
+        raise ConfigError(f"{where} has no {missing} (it needs {', '.join(_METHODS)})")
+    optional_methods = [name for name in _OPTIONAL if hasattr(environment_class, name)]
+    if len(optional_methods) == 1:
+        other = "restore" if optional_methods == ["state"] else "state"
+        raise ConfigError(f"{where} has {optional_methods[0]} without {other}")
     for name in (*_METHODS, *optional_methods):
         if _is_async(getattr(environment_class, name)):
-            raise ConfigError(
-                f"{where}.{name} is async (write a plain method: it runs in a separate process)"
-            )
+            remedy = "write a plain method: it runs in a separate process"
+            raise ConfigError(f"{where}.{name} is async ({remedy})")
     if arguments is not None:
         signature = inspect.signature(environment_class)
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            signature_text = (
-                f"it is {environment_class.__name__}{signature.replace(return_annotation=signature.empty)}"
-            )
-            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({signature_text})") from error
+            expected = f"{environment_class.__name__}{signature.replace(return_annotation=signature.empty)}"
+            raise ConfigError(f"rollout.environment_arguments: {path}: {error} (it is {expected})") from error
     return environment_class
 
 
