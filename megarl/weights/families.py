@@ -299,9 +299,7 @@ EXPERTS = (
 )
 GATED_SHARED_EXPERT = (
     *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
-    *_layer(
-        ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
-    ),
+    *_layer(("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden")),
 )
 # Selects experts without weighting them. Never trained.
 (EXPERT_BIAS,) = _replace_each(
@@ -408,16 +406,12 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
         (rows, columns), stem = dims.split(), name.removesuffix("weight")
         adapter_name = f"{pair.megatron.removesuffix('weight')}lora.{module}"
         is_row_parallel = pair.operation == "row"
+        a_operation: Operation = "row" if is_row_parallel else "replicated"
+        b_operation: Operation = "replicated" if is_row_parallel else pair.operation
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
-        adapter_pairs.append(
-            Pair(f"{adapter_name}_a", "row" if is_row_parallel else "replicated", (a,), kind=pair.kind)
-        )
-        adapter_pairs.append(
-            Pair(
-                f"{adapter_name}_b", "replicated" if is_row_parallel else pair.operation, (b,), kind=pair.kind
-            )
-        )
+        adapter_pairs.append(Pair(f"{adapter_name}_a", a_operation, (a,), kind=pair.kind))
+        adapter_pairs.append(Pair(f"{adapter_name}_b", b_operation, (b,), kind=pair.kind))
     return tuple(adapter_pairs)
 
 
@@ -628,10 +622,8 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         raise _bad("head_dim", f"must be even for rotary embeddings (got {sizes.head_dim})")
     if (quantization := hf_config.get("quantization_config")) is not None:
         quant_method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        remedy = "convert its weights to bf16, and remove the key"
-        raise _bad(
-            "quantization_config", f"a quantised folder ({_short(quant_method)}) is not read ({remedy})"
-        )
+        what = f"a quantised folder ({_short(quant_method)}) is not read"
+        raise _bad("quantization_config", f"{what} (convert its weights to bf16, and remove the key)")
     pad = hf_config.get("pad_token_id")
     if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
         raise _bad("pad_token_id", f"is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
@@ -668,11 +660,8 @@ def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int
     layer_types, known_types = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if layer_types is None:
         layer_types = [known_types[(layer + 1) % interval > 0] for layer in range(layers)]
-    if not (
-        isinstance(layer_types, list)
-        and len(layer_types) == layers
-        and all(layer_type in known_types for layer_type in layer_types)
-    ):
+    is_list = isinstance(layer_types, list) and len(layer_types) == layers
+    if not (is_list and all(layer_type in known_types for layer_type in layer_types)):
         what = f"must be a list of {layers}, each of them {known_types[0]} or {known_types[1]}"
         raise _bad("layer_types", f"{what} (got {_short(layer_types)})")
     return frozenset(layer for layer, layer_type in enumerate(layer_types) if layer_type == known_types[1])
@@ -691,11 +680,8 @@ def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mappin
 
 
 def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
-    rope_dim, head_dim, value_dim = (
-        sizes.latent - sizes.kv_rank,
-        hf_config.get("head_dim"),
-        sizes.out // sizes.heads,
-    )
+    rope_dim, value_dim = sizes.latent - sizes.kv_rank, sizes.out // sizes.heads
+    head_dim = hf_config.get("head_dim")
     if rope_dim % 2:
         raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rope_dim})")
     if head_dim not in (None, rope_dim):
