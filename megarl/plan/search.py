@@ -146,11 +146,8 @@ def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -
         frugal_keys: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
         frugal_keys |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
         frugal_plan = replace_keys(plan, **frugal_keys, update__tokens_per_micro_batch=plan.longest)
-        return Candidate(
-            frugal_plan,
-            None,
-            find_problem(frugal_plan) or f"fits, but leaves less than {ROOM:.0%} of each GPU free",
-        )
+        problem = find_problem(frugal_plan) or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
+        return Candidate(frugal_plan, None, problem)
     engine_plans = [replace_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
     fitting_plan = next((made for made in engine_plans if find_problem(made) is None), None)
     if fitting_plan is None:

@@ -317,16 +317,15 @@ class Activations:
         num_stored = layers - min(layers, self.recomputed or layers) if recomputes else 0
         dense_kind, main_kind = self.dense or self, self
         dense_recomputed = min(dense, layers - num_stored)
-        kept_bytes = dense_kind.layer * dense_recomputed + dense_kind.one_layer * (dense - dense_recomputed)
-        kept_bytes += main_kind.layer * (layers - num_stored - dense_recomputed) + main_kind.one_layer * (
-            num_stored - dense + dense_recomputed
+        dense_stored, main_stored = dense - dense_recomputed, num_stored - (dense - dense_recomputed)
+        kept_bytes = dense_kind.layer * dense_recomputed + dense_kind.one_layer * dense_stored
+        kept_bytes += (
+            main_kind.layer * (layers - num_stored - dense_recomputed) + main_kind.one_layer * main_stored
         )
         kept_bytes = tokens * (kept_bytes * in_flight + self.hidden * outputs)
         # Backward frees the highest layers first: room to recompute a lower one.
-        is_top_recomputed, layer_kinds = (
-            recomputes and not num_stored,
-            [dense_kind] * (dense > 0) + [main_kind] * (dense < layers),
-        )
+        is_top_recomputed = recomputes and not num_stored
+        layer_kinds = [dense_kind] * (dense > 0) + [main_kind] * (dense < layers)
         layer_peak = tokens * max(
             (kind.one_layer if is_top_recomputed else kind.selected) + kind.work for kind in layer_kinds
         )

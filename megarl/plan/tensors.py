@@ -142,10 +142,8 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
     """Count the largest bucket's parameters. Only a first stage with overlap has several."""
     parallel, layout = plan.config.parallel, plan.layout
-    trained, largest_tensor = (
-        count_trained(plan, model, layout, stage),
-        plan.shape(model).largest_tensor(layout.tp),
-    )
+    trained = count_trained(plan, model, layout, stage)
+    largest_tensor = plan.shape(model).largest_tensor(layout.tp)
     # A virtual stage also has the embedding or output layer.
     single_bucket = max(
         trained.shared / layout.vpp + largest_tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp

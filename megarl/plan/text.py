@@ -206,21 +206,15 @@ def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str
     """Format the best layout's overrides, as command and YAML. Raises ConfigError if none fits."""
     quickest, current_estimate = pick_best(tried), current.estimate
     proven_candidates = drop_unproven(tried, current.plan.config.parallel)
-    choice = (
-        pick_best(proven_candidates)
-        if any(candidate.estimate for candidate in proven_candidates)
-        else quickest
-    )
+    is_any_proven = any(candidate.estimate for candidate in proven_candidates)
+    choice = pick_best(proven_candidates) if is_any_proven else quickest
     estimate = choice.estimate
     assert estimate is not None and quickest.estimate is not None
     overrides = list_overrides(choice.plan, current.plan)
-    comparison = (
-        f"; the configuration as it is: {clock(current_estimate.total)}"
-        if current_estimate
-        else "; as it is it does not fit"
-    )
-    if current_estimate and current_estimate.total <= CLOSE * estimate.total:
-        comparison += ", and as good"
+    comparison = "; as it is it does not fit"
+    if current_estimate:
+        comparison = f"; the configuration as it is: {clock(current_estimate.total)}"
+        comparison += ", and as good" if current_estimate.total <= CLOSE * estimate.total else ""
     yield f"# {describe_layout(choice.plan.layout)}: a step takes about {clock(estimate.total)}{comparison}"
     yield f"# {choice.free / GIB:.1f} GiB of each {choice.plan.device.name} stay free"
     if quickest is not choice:
@@ -252,13 +246,9 @@ def simulated(
         timeline, world = split.timeline, split.plan.layout.world + split.rollout_ranks
         engines = [sum(timeline.wait_shares(name).values()) for name in timeline.rows if name != "trainers"]
         idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if split.rollout_ranks else "-"
-        mark = (
-            "  <- the configuration"
-            if split is tried[0]
-            else "  <- the quickest"
-            if split is quickest
-            else ""
-        )
+        mark = "  <- the quickest" if split is quickest else ""
+        if split is tried[0]:
+            mark = "  <- the configuration"
         yield (
             f"{split.name:{width}s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
             f"{timeline.tokens_per_second / world:7,.0f}{timeline.idle:6.0%}"

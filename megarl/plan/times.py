@@ -292,10 +292,9 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
         # Experts are whole: tensor parallelism divides their tokens.
         top_k, shared_ffn = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
-        shared_seconds = (
-            _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed) if shared_ffn else 0.0
-        )
-        matmul += (1 - dense_share) * (experts + shared_seconds)
+        if shared_ffn:
+            experts += _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed)
+        matmul += (1 - dense_share) * experts
     if dense_share:
         mlp = dense_share * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
@@ -352,11 +351,9 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
         head *= 4 / 3  # backward recomputes the logits
     # `moved` bytes are written and read.
     dense_share = sizes.dense / sizes.layers if sizes.experts else 1.0
-    moved_bytes = (
-        activations.moved
-        if activations.dense is None
-        else (1 - dense_share) * activations.moved + dense_share * activations.dense.moved
-    )
+    moved_bytes = activations.moved
+    if activations.dense is not None:
+        moved_bytes = (1 - dense_share) * activations.moved + dense_share * activations.dense.moved
     layer_seconds = (passes + recomputed_share) * (
         matmul + attention + layer_messages + seconds_per_byte * moved_bytes
     ) + selective_seconds
