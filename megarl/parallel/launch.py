@@ -107,9 +107,8 @@ def launch(
                 if code:
                     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
                     failures[rank] = code, content
-            code, line = explain_failures(
-                failures, folder, forwarded_signals[0] if forwarded_signals else None
-            )
+            forwarded = forwarded_signals[0] if forwarded_signals else None
+            code, line = explain_failures(failures, folder, forwarded)
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
@@ -274,11 +273,9 @@ def explain_failures(
         return (code if code > 0 else error["code"]), str(error["line"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
-        hint = (
-            "; SIGKILL comes when memory runs out (see dmesg) or a process was stopped for too long"
-            if -code == signal.SIGKILL
-            else ""
-        )
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = "; SIGKILL comes when memory runs out (see dmesg) or a process was stopped for too long"
         cause = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{cause}; what the run wrote is in {folder}"
     failure = f"rank {rank} ended with exit code {code}"

@@ -312,10 +312,8 @@ class Transfer:
         mismatches = [names[position] for position in difference.nonzero().flatten().tolist()]
         if mismatches:
             examples = ", ".join(f"{name} of rank {rank}" for rank, name in mismatches[:3])
-            ellipsis = ", ..." if mismatches[3:] else ""
-            problem = (
-                f"fingerprints of {len(mismatches)} engine tensors are not the actor's: {examples}{ellipsis}"
-            )
+            examples += ", ..." if mismatches[3:] else ""
+            problem = f"fingerprints of {len(mismatches)} engine tensors are not the actor's: {examples}"
             raise TransferError(f"weight transfer: {problem}")
 
 
