@@ -82,11 +82,6 @@ class PlanInputs:
         return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
 
     @property
-    def nodes(self) -> int:
-        ranks = self.layout.world + self.config.parallel.rollout_ranks
-        return -(-ranks // self.config.cluster.gpus_per_node)
-
-    @property
     def layers(self) -> str:
         return "portable" if self.config.model.layers == "portable" else "te"
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.sizes import FP32, GIB, Activations, count_in_flight, count_kept_outputs
+from megarl.plan.sizes import FP32, GIB, count_in_flight, count_kept_outputs
 from megarl.plan.tensors import (
     count_bucket_params,
     count_muon_elements,
@@ -84,40 +83,33 @@ def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> 
         return {"transfer buckets": transfer_buffer_bytes(plan)}
     if phase.model is None:
         return {}  # an engine's memory is in its groups
-    stage_pass = _make_stage_pass(plan, phase.model, stage, tokens)
-    top_k_bytes = TOP_K_ENTRY * stage_pass.tokens * _count_top_k(plan, phase) * stage_pass.is_last
-    top_k_bytes *= FRAGMENTATION
-    if phase.updates_weights:
-        return _update(plan, stage_pass, top_k_bytes)
-    forward_bytes = stage_pass.activations.forward_only(
-        stage_pass.tokens, stage_pass.is_last, stage_pass.dense_layers
+    layout, sizes = plan.layout, plan.shape(phase.model).sizes
+    activations, layers = model_activations(plan, phase.model), sizes.layers // layout.pp
+    # First layers, without experts.
+    dense_layers = 0
+    if activations.dense:
+        dense_layers = sum(layer < sizes.dense for layer in layout.layers(sizes.layers, stage)[:layers])
+    tokens, is_last = tokens / layout.cp, stage == layout.pp - 1
+    top_k_bytes = TOP_K_ENTRY * tokens * _count_top_k(plan, phase) * is_last * FRAGMENTATION
+    if not phase.updates_weights:
+        forward_bytes = activations.forward_only(tokens, is_last, dense_layers)
+        return {"activations": forward_bytes * FRAGMENTATION + top_k_bytes}
+    in_flight_batches = count_in_flight(layout, stage)
+    outputs = count_kept_outputs(layout, in_flight_batches, is_last)
+    with_head, without_head = (
+        activations.training(tokens, layers, in_flight_batches, head, outputs, dense_layers)
+        for head in (is_last, False)
     )
-    return {"activations": forward_bytes * FRAGMENTATION + top_k_bytes}
-
-
-class _StagePass(NamedTuple):
-    """A micro-batch in the layers of a pipeline stage.
-
-    tokens        of a context-parallel rank
-    dense_layers  first layers, without experts"""
-
-    model: str
-    activations: Activations
-    tokens: float
-    layers: int
-    dense_layers: int
-    stage: int
-    is_last: bool
-
-
-def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) -> _StagePass:
-    layout, sizes = plan.layout, plan.shape(model).sizes
-    activations, layers = model_activations(plan, model), sizes.layers // layout.pp
-    stage_layers = layout.layers(sizes.layers, stage)[:layers] if activations.dense else ()
-    dense_layers = sum(layer < sizes.dense for layer in stage_layers)
-    return _StagePass(
-        model, activations, tokens / layout.cp, layers, dense_layers, stage, stage == layout.pp - 1
-    )
+    head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
+    parts = {"activations": without_head * FRAGMENTATION, "head": head}
+    bytes_in_backward, bytes_after_backward = gradient_sum_bytes(plan, phase.model, stage)
+    # After the backward pass, activations' memory is reused.
+    if extra_sums := max(bytes_in_backward, bytes_after_backward - sum(parts.values())):
+        parts["summed gradients"] = extra_sums
+    scratch = muon_scratch_bytes(plan, phase.model)
+    if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
+        parts["Muon's matrices"] = extra_scratch
+    return parts
 
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
@@ -129,27 +121,6 @@ def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     top_k = dict.fromkeys(("old_logprobs", "parity", "reference_logprobs", *teachers), sets)
     top_k |= {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher + sets}
     return top_k.get(phase.name, 0)
-
-
-def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
-    in_flight_batches = count_in_flight(plan.layout, stage_pass.stage)
-    outputs = count_kept_outputs(plan.layout, in_flight_batches, stage_pass.is_last)
-    with_head, without_head = (
-        stage_pass.activations.training(
-            stage_pass.tokens, stage_pass.layers, in_flight_batches, head, outputs, stage_pass.dense_layers
-        )
-        for head in (stage_pass.is_last, False)
-    )
-    head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
-    parts = {"activations": without_head * FRAGMENTATION, "head": head}
-    bytes_in_backward, bytes_after_backward = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
-    # After the backward pass, activations' memory is reused.
-    if extra_sums := max(bytes_in_backward, bytes_after_backward - sum(parts.values())):
-        parts["summed gradients"] = extra_sums
-    scratch = muon_scratch_bytes(plan, stage_pass.model)
-    if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
-        parts["Muon's matrices"] = extra_scratch
-    return parts
 
 
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:

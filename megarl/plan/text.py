@@ -61,9 +61,11 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     rollout_ranks = config.parallel.rollout_ranks
-    gpus = f"{layout.world + rollout_ranks} x {device.name} ({device.memory / GIB:.1f} GiB)"
+    all_ranks = layout.world + rollout_ranks
+    nodes = -(-all_ranks // config.cluster.gpus_per_node)
+    gpus = f"{all_ranks} x {device.name} ({device.memory / GIB:.1f} GiB)"
     rollout_text = f", and {rollout_ranks} ranks that generate" if rollout_ranks else ""
-    yield f"layout   {describe_layout(layout)}{rollout_text}: {gpus} on {plan.nodes} nodes"
+    yield f"layout   {describe_layout(layout)}{rollout_text}: {gpus} on {nodes} nodes"
     if config.has_engine:
         ranks = rollout_ranks or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
