@@ -124,7 +124,7 @@ class Transfer:
     Sources are converted or quantised before sending.
 
     bucket_bytes  limit of staging memory
-    dtype         of targets without a format. Default: that of this rank's targets
+    dtype         of targets without a format
     group         process group. With NCCL, all its ranks must have used it before. If targets are quantised
                   or checked, all its ranks must take part in the transfer
 
@@ -138,15 +138,10 @@ class Transfer:
         target_tensors: Mapping[str, Tensor],
         bucket_bytes: int,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
         staging: Staging | None = None,
     ) -> None:
-        if dtype is None:
-            dtypes = [tensor.dtype for name, tensor in target_tensors.items() if name not in plan.formats]
-            if not dtypes:
-                raise ValueError(f"rank {rank} has no target tensors: the dtype of the others' must be given")
-            dtype = dtypes[0]
         self._plan, self._rank, self._dtype, self._group = plan, rank, dtype, group
         tensors = (*source_tensors.values(), *target_tensors.values())
         self._device = tensors[0].device if tensors else torch.device("cpu")
