@@ -216,9 +216,23 @@ def make_plan(
     source_shards, target_shards = dict(sources), dict(targets)
     parts = _collect_parts(source_shards, target_shards, gpus_per_node)
     receivers = _choose_receivers(parts, target_shards, gpus_per_node)
-    copies, node_queues, network_queues, relay_queues = _queue_parts(
-        parts, target_shards, receivers, gpus_per_node
-    )
+    copies: list[Copy] = []  # first those on a rank itself
+    # By target: parts from its node, from other nodes, and from a receiver on its node.
+    node_queues, network_queues, relay_queues = ([Queue() for _ in target_shards] for _ in range(3))
+    for position, (rank, shards) in enumerate(target_shards.items()):
+        target_parts = parts[id(shards)]
+        # Targets start at different layers, or all would wait for one source.
+        offset = position * len(target_parts) // len(target_shards)
+        for part in (*target_parts[offset:], *target_parts[:offset]):
+            receiver = receivers.get((rank // gpus_per_node, id(part)))
+            if rank in part.places:
+                copies.append(part.copy(rank, rank))
+            elif receiver is None:
+                node_queues[position].append((rank, part))
+            elif receiver == rank:
+                network_queues[position].append((rank, part))
+            else:
+                relay_queues[position].append((rank, part))
 
     def interleave(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
@@ -243,33 +257,6 @@ def make_plan(
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(receivers[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_shards, target_shards, formats or {}, gpus_per_node, tuple(relays))
-
-
-def _queue_parts(
-    parts: Mapping[int, Sequence[_Part]],
-    target_shards: Mapping[int, Shards],
-    receivers: Mapping[tuple[int, int], int],
-    gpus_per_node: int,
-) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Return local copies, and each target's parts from its node, other nodes and relays.
-
-    Targets start at different layers, or all would wait for one source."""
-    copies: list[Copy] = []
-    node_queues, network_queues, relay_queues = ([Queue() for _ in target_shards] for _ in range(3))
-    for position, (rank, shards) in enumerate(target_shards.items()):
-        target_parts = parts[id(shards)]
-        offset = position * len(target_parts) // len(target_shards)
-        for part in (*target_parts[offset:], *target_parts[:offset]):
-            receiver = receivers.get((rank // gpus_per_node, id(part)))
-            if rank in part.places:
-                copies.append(part.copy(rank, rank))
-            elif receiver is None:
-                node_queues[position].append((rank, part))
-            elif receiver == rank:
-                network_queues[position].append((rank, part))
-            else:
-                relay_queues[position].append((rank, part))
-    return copies, node_queues, network_queues, relay_queues
 
 
 def _choose_receivers(
