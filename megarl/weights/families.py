@@ -81,24 +81,24 @@ class Sizes:
         head_dim = get("head_dim", hidden // heads)
         if heads % kv_heads:
             raise _bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
-        family = FAMILIES.get(str(hf_config.get("model_type")))
-        is_moe = family is not None and family.is_moe
+        # An unknown family's sizes are those of a dense model.
+        family = FAMILIES.get(str(hf_config.get("model_type")), FAMILIES["llama"])
+        is_moe = family.is_moe
         experts_key = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
         shared_ffn = 0
-        if family is not None and family.has("shared_experts.gate_weight"):
+        if family.has("shared_experts.gate_weight"):
             shared_ffn = get("shared_expert_intermediate_size")
-        elif family is not None and family.has("shared_experts.linear_fc1.weight"):
+        elif family.has("shared_experts.linear_fc1.weight"):
             shared_ffn = get("n_shared_experts") * get("moe_intermediate_size")
-        has_dense_layers = family is not None and any(pair.kind == "dense" for pair in family.layer)
+        has_dense_layers = any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
         attention_sizes: dict[str, Any] = {"out": heads * head_dim}
-        if family is not None and family.is_latent:
+        if family.is_latent:
             head_dim, attention_sizes = _get_latent_sizes(hf_config, heads)
-        linear_sizes = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
+        linear_sizes = _get_linear_sizes(hf_config, layers) if family.is_linear else {}
         # Qwen3.5's mixtures have no intermediate_size.
-        ffn = get(
-            "intermediate_size", get("moe_intermediate_size") if is_moe and not has_dense_layers else None
-        )
+        default_ffn = get("moe_intermediate_size") if is_moe and not has_dense_layers else None
+        ffn = get("intermediate_size", default_ffn)
         return Sizes(
             layers=layers,
             hidden=hidden,

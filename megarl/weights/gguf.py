@@ -168,9 +168,8 @@ class GGUFFile(ModelFolder):
             values = self._gguf.dequantize(data, tensor.kind)[rows.numpy()]
         else:
             values = self._gguf.dequantize(data[rows.numpy()], tensor.kind)
-        return (
-            torch.from_numpy(values).float()[(slice(None), *(slice(*side) for side in box[1:]))].contiguous()
-        )
+        trailing = (slice(*bounds) for bounds in box[1:])
+        return torch.from_numpy(values).float()[(slice(None), *trailing)].contiguous()
 
     def _open(self) -> Header:
         if not self.path.is_file():
@@ -289,10 +288,8 @@ class GGUFFile(ModelFolder):
             try:
                 self._gguf.dequantize(first_row, tensor.kind)
             except NotImplementedError:
-                quantization = tensor.kind.name
-                raise tensor_error(
-                    self.path, tensor.name, f"quantisation {quantization} is not read"
-                ) from None
+                problem = f"quantisation {tensor.kind.name} is not read"
+                raise tensor_error(self.path, tensor.name, problem) from None
         return names
 
     def save_tokenizer(self, folder: Path) -> None:

@@ -161,9 +161,8 @@ class HFFolder(ModelFolder):
                 raise tensor_error(entry.path, name, problem)
         for name, entry in self._entries.items():
             if name not in self.shapes and not (HARMLESS.fullmatch(name) or self._is_extra_layer(name)):
-                raise tensor_error(
-                    entry.path, name, f"a {self.config['model_type']} model has no such tensor"
-                )
+                problem = f"a {self.config['model_type']} model has no such tensor"
+                raise tensor_error(entry.path, name, problem)
         if stores_tied_output:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
