@@ -194,9 +194,9 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
         experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
         size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
         for slice_index, (expert, part) in enumerate(product(range(experts), parts)):
-            unstacked[f"{stack_match[1]}.{expert}.{part}.weight"] = entry._replace(
-                offset=entry.offset + slice_index * size, shape=(rows, columns)
-            )
+            offset = entry.offset + slice_index * size
+            part_entry = entry._replace(offset=offset, shape=(rows, columns))
+            unstacked[f"{stack_match[1]}.{expert}.{part}.weight"] = part_entry
     return unstacked
 
 

@@ -432,9 +432,8 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
                 entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(chunk.size), [])
             chunk_metadata = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
             cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(chunk_metadata)
-            results.append(
-                WriteResult(dcp.MetadataIndex(key, chunk_metadata.offsets), storage.length, storage)
-            )
+            index = dcp.MetadataIndex(key, chunk_metadata.offsets)
+            results.append(WriteResult(index, storage.length, storage))
     save([None], folder / EXTRA)
     empty_state = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
     for key in _list_extra_states(model.config):
@@ -567,9 +566,8 @@ def megatron_to_hf(
     dtypes = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
     distinct_dtypes = {tensor_dtype for name, tensor_dtype in dtypes.items() if name not in float32_names}
     dtypes |= {name: model.dtype(name) for name in float32_names}
-    config = export_config(
-        model.config, model.critic, distinct_dtypes.pop() if len(distinct_dtypes) == 1 else None
-    )
+    common_dtype = distinct_dtypes.pop() if len(distinct_dtypes) == 1 else None
+    config = export_config(model.config, model.critic, common_dtype)
     architectures = model.config.get("architectures", [""])
     if model.critic and architectures[0].endswith("Classification"):
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}
