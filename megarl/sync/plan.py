@@ -167,9 +167,8 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
         for earlier_box in boxes[:index]:
             if intersect(box, earlier_box) is not None:
-                raise PlanError(
-                    f"{where}: {earlier_box} and {box} overlap: some bytes would be written twice"
-                )
+                overlap = f"{earlier_box} and {box} overlap"
+                raise PlanError(f"{where}: {overlap}: some bytes would be written twice")
     num_missing = prod(shape) - sum(volume(box) for box in boxes)
     if num_missing:
         raise PlanError(f"{where}: {num_missing} elements would never be written")
@@ -405,9 +404,8 @@ def engine_ranks(config: Config, trainers: int) -> range:
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {world} devices ({keys})")
     if first_rank % tp and not config.rollout.capabilities.remote:
         ranks = f"the {first_rank} training ranks, so an engine could span two nodes"
-        raise ConfigError(
-            f"rollout.engine_tp: {tp} does not divide {ranks} (change it or the number of training ranks)"
-        )
+        remedy = "change it or the number of training ranks"
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({remedy})")
     return range(first_rank, first_rank + world)
 
 
