@@ -138,9 +138,8 @@ def choose_device(wanted: str) -> torch.device:
             raise ConfigError(f"LOCAL_RANK: {what} (start one rank for each)")
         return torch.device("cuda", index % count)
     if wanted == "cuda":
-        raise ConfigError(
-            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
-        )
+        problem = "cuda was asked for, but torch sees no CUDA device"
+        raise ConfigError(f"parallel.device: {problem} (use auto or cpu)")
     if why := unseen_gpu(os.environ):
         problem = f"auto finds a GPU driver, but torch sees no GPU: {why}"
         raise ConfigError(f"parallel.device: {problem} (repair it, or set parallel.device=cpu)")
