@@ -182,13 +182,11 @@ def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
             given["model__recompute"] = "full"
 
             def make_plan(count: int, given: dict[str, Any] = given) -> PlanInputs:
-                return replace_keys(
-                    plan, **{**given, "model__recompute_layers": None if count == layers else count}
-                )
+                recomputed_layers = None if count == layers else count
+                return replace_keys(plan, **{**given, "model__recompute_layers": recomputed_layers})
 
-            fewest_layers = 1 + bisect_left(
-                range(1, layers + 1), True, key=lambda count: fits(make_plan(count))
-            )
+            counts = range(1, layers + 1)
+            fewest_layers = 1 + bisect_left(counts, True, key=lambda count: fits(make_plan(count)))
             if fewest_layers <= layers:
                 yield make_plan(fewest_layers)
 

@@ -215,9 +215,8 @@ class _RolloutSimulation:
             busiest_engine = max(self.engines, key=lambda candidate: len(candidate.waiting))
             if not busiest_engine.waiting:
                 break
-            engine.waiting.append(
-                busiest_engine.waiting.popleft() if balance == "longest" else busiest_engine.waiting.pop()
-            )
+            waiting = busiest_engine.waiting
+            engine.waiting.append(waiting.popleft() if balance == "longest" else waiting.pop())
             engine.start_waiting()
         if engine.running:
             heapq.heappush(self.events, (engine.next_finish(), number, engine.version))
@@ -562,9 +561,8 @@ def _fit_to_metrics(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLen
     group_size = run.setting("rollout", "group_size", default=1) or 1
     responses = sum(record.get("rollout/prompts", 1) * group_size for record in records)
     # The longest is the quantile 1 - 1 / responses; if some were cut, 1 - their share.
-    tail_share = max(
-        1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records)
-    )
+    cut_share = fmean(record.get("reward/truncated") or 0.0 for record in records)
+    tail_share = max(1 / max(2, responses), cut_share)
     limit = max(lengths.longest, longest)
     fit = partial(Lengths, mean, limit, lengths.prompt, window=lengths.window)
     # If at least half were cut, assume equal lengths.

@@ -25,9 +25,8 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
     """Count a rank's parameters and adapters. shape: of a teacher."""
-    base_params = (shape or plan.shape(model)).count_params(
-        plan.layout, stage, critic=model in SCALAR_HEAD_MODELS
-    )
+    shape = shape or plan.shape(model)
+    base_params = shape.count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return base_params
     adapter_params = count_trained(plan, model, plan.layout, stage)

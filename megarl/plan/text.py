@@ -148,14 +148,13 @@ def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
     yield f"layout   {describe_layout(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
     yield ""
     yield "GiB of all ranks together, all the time"
-    for name, part_bytes in cpu_bytes(plan).items():
+    constant_parts, parts_by_phase = cpu_bytes(plan), cpu_bytes_by_phase(plan)
+    for name, part_bytes in constant_parts.items():
         yield f"    {name:24s}{part_bytes / GIB:10.2f}"
-    constant_bytes = sum(cpu_bytes(plan).values())
-    totals = {
-        phase: constant_bytes + sum(parts.values()) for phase, parts in cpu_bytes_by_phase(plan).items()
-    }
+    constant_bytes = sum(constant_parts.values())
+    totals = {phase: constant_bytes + sum(parts.values()) for phase, parts in parts_by_phase.items()}
     yield "and by phase, with all of that"
-    for phase, parts in cpu_bytes_by_phase(plan).items():
+    for phase, parts in parts_by_phase.items():
         parts_text = ", ".join(f"{part} {part_bytes / GIB:.2f}" for part, part_bytes in parts.items())
         yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {parts_text}"
     yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
@@ -176,9 +175,8 @@ def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool 
     )
     listed_candidates = fitting_candidates[:limit]
     if current.estimate is not None:
-        listed_candidates = sorted(
-            [*listed_candidates, (current, current.estimate)], key=lambda pair: pair[1].total
-        )
+        listed_candidates.append((current, current.estimate))
+        listed_candidates.sort(key=lambda pair: pair[1].total)
     if listed_candidates:
         headings = f"{'layout':28s}{'engine tp':>11s}{'recompute':>16s}{'budget':>9s}{'a step':>10s}"
         yield f"  {headings}{'rollout':>9s}{'GiB free':>10s}  kept on the GPU"
