@@ -77,9 +77,8 @@ class Endpoint:
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
         self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}
-        self._max_unauthenticated = min(
-            _MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        )
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_unauthenticated = min(_MAX_UNAUTHENTICATED, descriptors // 4)
 
     async def address(self) -> str:
         from aiohttp import web
@@ -103,10 +102,8 @@ class Endpoint:
         assert runner.server is not None
         while len(self._unauthenticated) >= self._max_unauthenticated:
             self._close(next(iter(self._unauthenticated)))
-        handler = runner.server()
-        self._unauthenticated[handler] = asyncio.get_running_loop().call_later(
-            _UNAUTHENTICATED_SECONDS, self._close, handler
-        )
+        handler, loop = runner.server(), asyncio.get_running_loop()
+        self._unauthenticated[handler] = loop.call_later(_UNAUTHENTICATED_SECONDS, self._close, handler)
         return handler
 
     def _close(self, handler: web.RequestHandler[Any]) -> None:

@@ -250,10 +250,8 @@ class ToolPool:
 
         Skipped jobs come first when their own process is idle."""
         while self._queue:
-            fitting_waiters = (
-                candidate for candidate in self._queue if self._find_slot(candidate[1]) in (None, slot)
-            )
-            future, _ = waiter = next(fitting_waiters, self._queue[0])
+            fitting = (waiter for waiter in self._queue if self._find_slot(waiter[1]) in (None, slot))
+            future, _ = waiter = next(fitting, self._queue[0])
             self._queue.remove(waiter)
             if not future.done():
                 future.set_result(slot)
