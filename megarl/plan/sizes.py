@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from math import prod
@@ -609,16 +609,14 @@ def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device
         "gpu_memory_speed": cluster.gpu_memory_speed,
         "host_speed": cluster.host_speed,
     }
-    transposes = True
+    given: dict[str, Any] = {
+        key.removeprefix("gpu_"): value for key, value in figures.items() if value is not None
+    }
     if cluster.gpu in DEVICES:
-        _, *known_figures, transposes = astuple(DEVICES[cluster.gpu])
-        table = dict(zip(figures, known_figures, strict=True))
-        figures = {key: table[key] if value is None else value for key, value in figures.items()}
-    missing = [f"cluster.{key}" for key, value in figures.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"cluster.gpu: {cluster.gpu} is not in the table ({', '.join(DEVICES)}): "
-            f"set {', '.join(missing)} as well"
-        )
-    memory_bytes, tflops, memory_speed, host_speed = (value or 0.0 for value in figures.values())
-    return Device(cluster.gpu, measured or memory_bytes, tflops, memory_speed, host_speed, transposes)
+        device = replace(DEVICES[cluster.gpu], **given)
+    elif missing := [f"cluster.{key}" for key, value in figures.items() if value is None]:
+        what = f"{cluster.gpu} is not in the table ({', '.join(DEVICES)})"
+        raise ConfigError(f"cluster.gpu: {what}: set {', '.join(missing)} as well")
+    else:
+        device = Device(cluster.gpu, **given)
+    return replace(device, memory=measured) if measured else device
