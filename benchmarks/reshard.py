@@ -162,7 +162,7 @@ def work(rank: int, folder: str, tied: bool, results: Any) -> None:
         {n: torch.full(s.shape, torch.nan, dtype=torch.bfloat16) for n, s in plan.targets[rank].items()}
         for _ in range(2)
     )
-    transfer = Transfer(plan, rank, sources, ours, BUCKET)
+    transfer = Transfer(plan, rank, sources, ours, BUCKET, dtype=torch.bfloat16)
     gather = FullGather(plan, rank, config, sources, theirs)
     times: dict[str, list[float]] = {"plan": [], "gather": []}
     cpu: dict[str, list[float]] = {"plan": [], "gather": []}

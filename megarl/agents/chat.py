@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -111,28 +111,21 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
         text += answer + chat.text_behind(new_messages)
         messages += [assistant, *new_messages]
         rendered_text = chat.render(messages)
+        # A text's end counts as a letter that differs from all others.
         letter_indices = [
-            [i for i, letter in enumerate(version) if not letter.isspace()]
+            [*(i for i, letter in enumerate(version) if not letter.isspace()), len(version)]
             for version in (text, rendered_text)
         ]
-        pairs = zip_longest(*letter_indices)
-        differences = ((i, j) for i, j in pairs if i is None or j is None or text[i] != rendered_text[j])
-        for index, rendered_index in differences:
-            index, rendered_index = (
-                len(text) if index is None else index,
-                len(rendered_text) if rendered_index is None else rendered_index,
-            )
+        for index, rendered_index in zip(*letter_indices, strict=False):
+            if text[index : index + 1] == rendered_text[rendered_index : rendered_index + 1]:
+                continue
             starts = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
             message_indices = [i for start, i in starts if 0 <= start <= index]
-            where = (
-                f"{messages[message_indices[-1]]['role']} message {message_indices[-1]}"
-                if message_indices
-                else "the beginning"
-            )
-            old_excerpt, new_excerpt = (
-                version[max(0, k - 8) : k + 24]
-                for version, k in ((text, index), (rendered_text, rendered_index))
-            )
+            where = "the beginning"
+            if message_indices:
+                where = f"{messages[message_indices[-1]]['role']} message {message_indices[-1]}"
+            old_excerpt = text[max(0, index - 8) : index + 24]
+            new_excerpt = rendered_text[max(0, rendered_index - 8) : rendered_index + 24]
             what = f"in a conversation of {len(messages)} messages, {where} changes"
             raise ConfigError(
                 f"data.template: the chat template rewrites history: {what}: "

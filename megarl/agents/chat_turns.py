@@ -40,9 +40,7 @@ class ChatTurns(ChatTemplate):
     def _neutral(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str], str]:
         """Replace texts of control tokens; return messages, texts and delimiter."""
         used_characters = set(json.dumps(messages, ensure_ascii=False, default=str))
-        mark = next(
-            (character for character in map(chr, chain(*_MARKS)) if character not in used_characters), None
-        )
+        mark = next((mark for mark in map(chr, chain(*_MARKS)) if mark not in used_characters), None)
         if mark is None:
             raise ValueError("the messages hold every character that could stand for a control token")
         control_texts: list[str] = []

@@ -67,11 +67,7 @@ class Endpoint:
     """A worker's server. seconds: maximum time between requests."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        seconds: float,
-        stop: Sequence[str] = (),
-        variables: Mapping[str, Any] = EMPTY,
+        self, tokenizer: Any, seconds: float, stop: Sequence[str] = (), variables: Mapping[str, Any] = EMPTY
     ) -> None:
         check_installed()
         check_template(tokenizer, stop=stop, variables=variables)
@@ -81,9 +77,8 @@ class Endpoint:
         self._starting = asyncio.Lock()
         self._chats: dict[str, ChatTurns] = {}
         self._unauthenticated: dict[web.RequestHandler[Any], asyncio.TimerHandle] = {}
-        self._max_unauthenticated = min(
-            _MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        )
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_unauthenticated = min(_MAX_UNAUTHENTICATED, descriptors // 4)
 
     async def address(self) -> str:
         from aiohttp import web
@@ -107,10 +102,8 @@ class Endpoint:
         assert runner.server is not None
         while len(self._unauthenticated) >= self._max_unauthenticated:
             self._close(next(iter(self._unauthenticated)))
-        handler = runner.server()
-        self._unauthenticated[handler] = asyncio.get_running_loop().call_later(
-            _UNAUTHENTICATED_SECONDS, self._close, handler
-        )
+        handler, loop = runner.server(), asyncio.get_running_loop()
+        self._unauthenticated[handler] = loop.call_later(_UNAUTHENTICATED_SECONDS, self._close, handler)
         return handler
 
     def _close(self, handler: web.RequestHandler[Any]) -> None:
@@ -200,9 +193,8 @@ def _stream_chunks(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     delta = dict(choice["message"])
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    common_fields = {key: answer[key] for key in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
+    common_fields = {key: answer[key] for key in ("id", "created", "model")}
+    common_fields["object"] = "chat.completion.chunk"
     chunk_choice = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"], "logprobs": None}
     return [
         {**common_fields, "choices": [chunk_choice]},
@@ -362,12 +354,9 @@ class Session:
             if recorded != message:
                 keys = {**recorded, **message}
                 name = next(key for key in keys if recorded.get(key) != message.get(key))
-                difference = (
-                    f"messages[{i}].{name} is {_short(message.get(name))}, "
-                    f"and was {_short(recorded.get(name))}"
-                )
+                values = f"is {_short(message.get(name))}, and was {_short(recorded.get(name))}"
                 remedy = "history has to extend what was sampled (send it back as it was)"
-                raise Refused(f"{difference}: {remedy}", "history", ungraded=True)
+                raise Refused(f"messages[{i}].{name} {values}: {remedy}", "history", ungraded=True)
         if len(messages) <= history_length:
             what = f"{len(messages)} messages do not extend this session's {history_length}"
             raise Refused(f"{what} (send its history and new messages)", "history", ungraded=True)
@@ -375,19 +364,15 @@ class Session:
             raise Refused("the last message is the assistant's: the policy starts its turns itself")
         new_messages, prompt = messages[history_length:], self.policy.prompt.tokens
         try:
-            tokens = (
-                chat.after(_rendered(new_messages), self._last)
-                if history_length
-                else chat.first(_rendered(new_messages))
-            )
+            if history_length:
+                return chat.after(_rendered(new_messages), self._last)
+            tokens = chat.first(_rendered(new_messages))
         except ValueError as error:
             raise Refused(str(error), ungraded=bool(history_length)) from error
-        if not history_length:
-            if tokens[: len(prompt)] != tuple(prompt):
-                what = "the first messages do not start with the row's prompt"
-                raise Refused(f"{what} (send row['question'] as the first message)", ungraded=True)
-            tokens = tokens[len(prompt) :]
-        return tokens
+        if tokens[: len(prompt)] != tuple(prompt):
+            what = "the first messages do not start with the row's prompt"
+            raise Refused(f"{what} (send row['question'] as the first message)", ungraded=True)
+        return tokens[len(prompt) :]
 
 
 async def _run_agent(agent: Awaitable[Any]) -> Any:
@@ -463,9 +448,7 @@ def _rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rendered_messages = []
     for message in map(dict, messages):
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                _tool_call(call["id"], call["name"], call["arguments"]) for call in calls
-            ]
+            message["tool_calls"] = [_tool_call(c["id"], c["name"], c["arguments"]) for c in calls]
         rendered_messages.append(message)
     return rendered_messages
 

@@ -292,9 +292,8 @@ class Policy:
             return None
         entry: list[Any] = self._to_replay.pop(0)
         if entry[: len(expected)] != list(expected):
-            raise self._replay_error(
-                f"wants {' '.join(map(str, expected))} where it was {entry[0]} {entry[1]}"
-            )
+            wanted = " ".join(map(str, expected))
+            raise self._replay_error(f"wants {wanted} where it was {entry[0]} {entry[1]}")
         return entry
 
     def _replay_error(self, what: str) -> EngineError:

@@ -130,10 +130,10 @@ def _result_text(result: Any) -> str:
         # Servers wrap values that are not objects as {"result": ...}, and send lists as texts.
         value = data["result"] if data.keys() == {"result"} else data
         items = value if isinstance(value, list) else [value]
-        candidates = [data], [value], items
-        if not any(
-            len(texts) == len(candidate) and all(map(_is_same, texts, candidate)) for candidate in candidates
-        ):
+        for repeated in ([data], [value], items):
+            if len(texts) == len(repeated) and all(map(_is_same, texts, repeated)):
+                break
+        else:
             texts.append(json.dumps(data, ensure_ascii=False))
     return "\n".join(texts)
 
@@ -184,7 +184,5 @@ async def _open_client(entry: str) -> AsyncIterator[Client]:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             reason = lines[-1] if lines else f"{type(error).__name__}: {first_line(error)}"
-            remedy = "write mcp:COMMAND, or mcp:URL"
-            raise ConfigError(
-                f"rollout.tools: {entry}: no MCP server answers: {reason} ({remedy})"
-            ) from error
+            what = f"no MCP server answers: {reason} (write mcp:COMMAND, or mcp:URL)"
+            raise ConfigError(f"rollout.tools: {entry}: {what}") from error

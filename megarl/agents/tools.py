@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import random
 import re
 import sys
@@ -98,10 +99,6 @@ class ToolPool:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         sandbox: str = STRICT,
     ) -> None:
-        if workers < 1 or seconds <= 0 or memory_mib < 64 or observation_bytes < 1:
-            actual = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
-            expected = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
-            raise ValueError(f"{expected} expected (got {actual})")
         self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
             "memory_mib": memory_mib,
@@ -120,11 +117,7 @@ class ToolPool:
 
     @property
     def pids(self) -> list[int]:
-        return [
-            process.pid
-            for process in self._slots
-            if process is not None and process.pid is not None and process.alive
-        ]
+        return [process.pid for process in filter(None, self._slots) if process.pid and process.alive]
 
     @property
     def waiting(self) -> list[_Job]:
@@ -147,13 +140,8 @@ class ToolPool:
         seed: int = 0,
     ) -> Result[str]:
         """Call `module:function` or an MCP tool. Raises TypeError if an argument is no JSON value."""
-        message = {
-            "function": function,
-            "arguments": list(arguments),
-            "keywords": dict(keywords),
-            "seed": seed,
-        }
-        answer = await self._run_job(_Job(function, message))
+        call = {"function": function, "arguments": list(arguments), "keywords": dict(keywords), "seed": seed}
+        answer = await self._run_job(_Job(function, call))
         return Result(answer.get("value"), answer.get("error"), answer.get("graded", True))
 
     async def step(
@@ -237,13 +225,13 @@ class ToolPool:
     async def _acquire_slot(self, key: int | None) -> int:
         if self._idle:  # so the queue is empty
             slot = self._find_slot(key)
-            if slot not in self._idle:  # with the fewest environments to lose
-
-                def cost(slot: int) -> tuple[bool, int, int]:
-                    process = self._slots[slot]
-                    return process is None, 0 if process is None else len(process.keys), slot
-
-                slot = min(self._idle, key=cost)
+            if slot not in self._idle:  # a running process, with the fewest environments to lose
+                num_environments = {
+                    index: len(process.keys)
+                    for index, process in enumerate(self._slots)
+                    if process is not None
+                }
+                slot = min(self._idle, key=lambda slot: (num_environments.get(slot, math.inf), slot))
             self._idle.remove(slot)
             return slot
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -262,10 +250,8 @@ class ToolPool:
 
         Skipped jobs come first when their own process is idle."""
         while self._queue:
-            fitting_waiters = (
-                candidate for candidate in self._queue if self._find_slot(candidate[1]) in (None, slot)
-            )
-            future, _ = waiter = next(fitting_waiters, self._queue[0])
+            fitting = (waiter for waiter in self._queue if self._find_slot(waiter[1]) in (None, slot))
+            future, _ = waiter = next(fitting, self._queue[0])
             self._queue.remove(waiter)
             if not future.done():
                 future.set_result(slot)
@@ -388,9 +374,8 @@ class _JobHandler:
         try:
             if is_tool:
                 path = job["function"]
-                function = (
-                    connect_tool(path) if path.startswith(MCP) else import_object("rollout.tools", path)
-                )
+                is_mcp = path.startswith(MCP)
+                function = connect_tool(path) if is_mcp else import_object("rollout.tools", path)
             else:
                 assert self.environment is not None
                 make_environment = partial(import_environment(self.environment), **self.arguments)
@@ -445,15 +430,8 @@ class _JobHandler:
         if method == "verdict":
             yield None
             verdict = environment.verdict()
-            yield {
-                "value": [
-                    verdict.correct,
-                    short(verdict.extracted),
-                    short(verdict.error),
-                    verdict.score,
-                    verdict.graded,
-                ]
-            }
+            explanation = short(verdict.extracted), short(verdict.error)
+            yield {"value": [verdict.correct, *explanation, verdict.score, verdict.graded]}
             return
         self.environments[key] = environment
         if len(self.environments) > _MAX_ENVIRONMENTS:
@@ -550,9 +528,8 @@ def build_schema(function: str) -> dict[str, Any]:
     try:
         for name, parameter in inspect.signature(tool).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(
-                    f"{where}: {parameter} cannot be given by name (name each parameter: {name})"
-                )
+                what = f"{parameter} cannot be given by name (name each parameter: {name})"
+                raise ConfigError(f"{where}: {what}")
         return cast(dict[str, Any], get_json_schema(tool))
     except ConfigError:
         raise
@@ -569,28 +546,23 @@ def import_environment(path: str, arguments: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{where} is {type(environment_class).__name__}, not a class")
     missing_methods = [name for name in _METHODS if not callable(getattr(environment_class, name, None))]
     if missing_methods:
-        raise ConfigError(
-            f"{where} has no {' and no '.join(missing_methods)} (it needs {', '.join(_METHODS)})"
-        )
-    if len(optional_methods := [name for name in _OPTIONAL if hasattr(environment_class, name)]) == 1:
-        raise ConfigError(
-            f"{where} has {optional_methods[0]} "
-            f"without {'restore' if optional_methods == ['state'] else 'state'}"
-        )
+        missing = " and no ".join(missing_methods)
+        raise ConfigError(f"{where} has no {missing} (it needs {', '.join(_METHODS)})")
+    optional_methods = [name for name in _OPTIONAL if hasattr(environment_class, name)]
+    if len(optional_methods) == 1:
+        other = "restore" if optional_methods == ["state"] else "state"
+        raise ConfigError(f"{where} has {optional_methods[0]} without {other}")
     for name in (*_METHODS, *optional_methods):
         if _is_async(getattr(environment_class, name)):
-            raise ConfigError(
-                f"{where}.{name} is async (write a plain method: it runs in a separate process)"
-            )
+            remedy = "write a plain method: it runs in a separate process"
+            raise ConfigError(f"{where}.{name} is async ({remedy})")
     if arguments is not None:
         signature = inspect.signature(environment_class)
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            signature_text = (
-                f"it is {environment_class.__name__}{signature.replace(return_annotation=signature.empty)}"
-            )
-            raise ConfigError(f"rollout.environment_arguments: {path}: {error} ({signature_text})") from error
+            expected = f"{environment_class.__name__}{signature.replace(return_annotation=signature.empty)}"
+            raise ConfigError(f"rollout.environment_arguments: {path}: {error} (it is {expected})") from error
     return environment_class
 
 

@@ -29,11 +29,7 @@ def gather_objects(ranks: Ranks, value: T, kind: Any) -> list[T]:
     """Return every rank's `value`, by rank, on every rank. For small objects, over gloo.
 
     They go through rank 0, as an all-gather sends ranks^2 padded messages."""
-    return gather_over(ranks.cpu_group, value, kind)
-
-
-def gather_over(group: dist.ProcessGroup | None, value: T, kind: Any) -> list[T]:
-    """Gather like `gather_objects`, over a gloo group (None: the default group)."""
+    group = ranks.cpu_group
     blobs = _collect(group, encode(value))
     message = None
     if blobs is not None:
@@ -97,12 +93,12 @@ def exchange(ranks: Ranks, outgoing: Mapping[int, Tensor], incoming: Mapping[int
     return received
 
 
-def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None:
+def _collect(group: dist.ProcessGroup, blob: bytes) -> list[bytes] | None:
     """Return all bytes on rank 0: gather heads, then receive the remaining bytes of long messages."""
     world = dist.get_world_size(group)
     if world == 1:
         return [blob]
-    this_rank, number = _rank(group), _next_number(group)
+    this_rank, number = group.rank(), _next_number(group)  # torch's get_rank is wrong for the job's group
     head = _head(blob, "gather", this_rank, number)
     heads = [torch.empty_like(head) for _ in range(world)] if this_rank == 0 else None
     dist.gather(head, heads, group=group, group_dst=0)
@@ -122,7 +118,7 @@ def _collect(group: dist.ProcessGroup | None, blob: bytes) -> list[bytes] | None
     return blobs
 
 
-def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
+def _spread(group: dist.ProcessGroup, blob: bytes | None) -> bytes:
     if dist.get_world_size(group) == 1:
         assert blob is not None
         return blob
@@ -142,17 +138,11 @@ def _spread(group: dist.ProcessGroup | None, blob: bytes | None) -> bytes:
     return message
 
 
-def _next_number(group: dist.ProcessGroup | None) -> int:
+def _next_number(group: dist.ProcessGroup) -> int:
     """Return a group's next message number, against replayed messages."""
-    members = dist.group.WORLD if group is None else group
-    number = _numbers.get(members, 0)
-    _numbers[members] = number + 1
+    number = _numbers.get(group, 0)
+    _numbers[group] = number + 1
     return number
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    """Return this process's rank; torch's get_rank is wrong for the job's group."""
-    return dist.get_rank() if group is None else group.rank()
 
 
 def _head(blob: bytes, kind: str, rank: int, number: int) -> Tensor:

@@ -67,8 +67,7 @@ def launch(
     grace      seconds to save after a first SIGTERM or SIGUSR1, which ranks receive as SIGUSR1
     meanwhile  called repeatedly; if it raises, the ranks end"""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.threads))
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ranks: list[BaseProcess] = []
     forwarded_signals: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (_HANDLED if grace else _TERMINATING)}
@@ -108,9 +107,8 @@ def launch(
                 if code:
                     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
                     failures[rank] = code, content
-            code, line = explain_failures(
-                failures, folder, forwarded_signals[0] if forwarded_signals else None
-            )
+            forwarded = forwarded_signals[0] if forwarded_signals else None
+            code, line = explain_failures(failures, folder, forwarded)
             print(f"megarl: {line}", file=sys.stderr, flush=True)
             return code
         except _Terminated as terminated:
@@ -179,8 +177,8 @@ def without_tokenizer_threads() -> Iterator[None]:
 def _may_fork(config: ParallelConfig) -> bool:
     """Return whether ranks can be forked: no CUDA, and no threads, whose locks would stay locked.
 
-    Outside Linux, system libraries start threads. pyarrow's jemalloc thread is fork-safe."""
-    if sys.platform != "linux" or choose_device(config.device).type != "cpu":
+    pyarrow's jemalloc thread is fork-safe."""
+    if choose_device(config.device).type != "cpu":
         return False
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
@@ -193,8 +191,7 @@ def _run_rank(rank_main: Callable[[], int], environment: dict[str, str]) -> NoRe
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     follow_launcher()
     os.environ.update(environment)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"megarl rank {environment['RANK']}".encode())
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"megarl rank {environment['RANK']}".encode())
     sys.exit(rank_main())
 
 
@@ -276,11 +273,9 @@ def explain_failures(
         return (code if code > 0 else error["code"]), str(error["line"])
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "of unknown name"
-        hint = (
-            "; SIGKILL comes when memory runs out (see dmesg) or a process was stopped for too long"
-            if -code == signal.SIGKILL
-            else ""
-        )
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = "; SIGKILL comes when memory runs out (see dmesg) or a process was stopped for too long"
         cause = f"rank {rank} was killed by signal {-code} ({name}), the others were ended{hint}"
         return 128 - code, f"{cause}; what the run wrote is in {folder}"
     failure = f"rank {rank} ended with exit code {code}"

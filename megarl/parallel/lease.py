@@ -4,8 +4,7 @@ A command takes the folder by creating the file with the next number (lease-0000
 ones. An owner whose file is gone has lost the lease. Owners renew their file's time, which the file server
 sets, so machines' clocks do not matter.
 
-On Linux a kernel timer kills even a stopped owner
-that cannot renew.
+A kernel timer kills even a stopped owner that cannot renew.
 
 filelock's `SoftFileLease` (4.2) does not end an owner that lost it, and is free when one process dies, though
 other ranks still write.
@@ -31,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -134,7 +133,7 @@ class Lease:
             _lock(file)
             _held_leases[self] = _Hold(file, time.monotonic())
         hold, stop_event = _held_leases[self], threading.Event()
-        hold.timer = _Timer() if sys.platform == "linux" else None
+        hold.timer = _Timer()
         self.renew()
 
         def renew_regularly() -> None:
@@ -156,9 +155,8 @@ class Lease:
         finally:
             stop_event.set()
             thread.join()
-            if hold.timer is not None:
-                hold.timer.delete()
-                hold.timer = None
+            hold.timer.delete()
+            hold.timer = None
 
 
 @contextmanager
@@ -417,7 +415,7 @@ class _Hold:
 
     file: IO[bytes]
     renewed: float
-    timer: _Timer | None = field(default=None)
+    timer: _Timer | None = None
 
 
 _held_leases: dict[Lease, _Hold] = {}  # inherited by a fork, with the lock

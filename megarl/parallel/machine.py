@@ -176,15 +176,11 @@ def list_unmet_requirements(package: str) -> list[str]:
             continue
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
-        installed_version = get_version(requirement.name)
-        if installed_version is None or not requirement.specifier.contains(
-            installed_version, prereleases=True
-        ):
-            installed_text = (
-                f"{requirement.name} {installed_version}" if installed_version else f"no {requirement.name}"
-            )
-            required_text = f"{package} {version} needs {requirement.name}{requirement.specifier}"
-            lines.append(f"{required_text}, there is {installed_text} ({INSTALL})")
+        name, specifier = requirement.name, requirement.specifier
+        found = get_version(name)
+        if found is None or not specifier.contains(found, prereleases=True):
+            there = f"there is {name} {found}" if found else f"there is no {name}"
+            lines.append(f"{package} {version} needs {name}{specifier}, {there} ({INSTALL})")
     return lines
 
 
@@ -196,10 +192,8 @@ def lock_problem(lock: str) -> str | None:
     if not mismatches:
         return None
     examples = sorted(mismatches, key=lambda name: (canonicalize_name(name) not in LOCKED_FIRST, name))[:4]
-    examples_text = ", ".join(
-        f"{name} {versions[name] or 'missing'} (there {pins[name]})" for name in examples
-    )
-    examples_text += ", ..." if len(mismatches) > 4 else ""
+    texts = [f"{name} {versions[name] or 'missing'} (there {pins[name]})" for name in examples]
+    examples_text = ", ".join([*texts, "..."] if len(mismatches) > 4 else texts)
     count = f"{len(mismatches)} of {len(pins)} packages"
     return f"{count} are not as in requirements-gpu.txt: {examples_text} ({INSTALL})"
 
@@ -390,9 +384,8 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
             raise ConfigError(f"MASTER_ADDR: {host!r}: {error} (name the node of rank 0)") from None
     end_time = environment.get("SLURM_JOB_END_TIME", "0")
     if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", end_time):
-        raise ConfigError(
-            f"SLURM_JOB_END_TIME: {end_time!r} is not a time in seconds since 1970 (Slurm sets it)"
-        )
+        what = f"{end_time!r} is not a time in seconds since 1970 (Slurm sets it)"
+        raise ConfigError(f"SLURM_JOB_END_TIME: {what}")
 
 
 def unseen_gpu(environment: Mapping[str, str]) -> str | None:

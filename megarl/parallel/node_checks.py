@@ -197,10 +197,8 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
         name = node_facts["name"]
         problems += [f"{name}: {problem}" for problem in node_facts["problems"]]
         for package in sorted({*first_facts["versions"], *node_facts["versions"]}):
-            version, first_version = (
-                compared_facts["versions"].get(package, "none")
-                for compared_facts in (node_facts, first_facts)
-            )
+            version = node_facts["versions"].get(package, "none")
+            first_version = first_facts["versions"].get(package, "none")
             if version != first_version:
                 problems.append(f"{name}: {package} {version}, but {first_facts['name']} has {first_version}")
         if node == 0:
@@ -213,10 +211,8 @@ def _check_nodes(store: SignedStore, place: NodePlace, clock: Callable[[], float
         # Compare with the middle of the round trip.
         clock_offset = float(store.get(f"clock/{node}")) - (request_time + clock()) / 2
         if abs(clock_offset) > CLOCKS:
-            offset_text = (
-                f"{abs(clock_offset):.0f} s {'ahead of' if clock_offset > 0 else 'behind'} "
-                f"{first_facts['name']}'s"
-            )
+            direction = "ahead of" if clock_offset > 0 else "behind"
+            offset_text = f"{abs(clock_offset):.0f} s {direction} {first_facts['name']}'s"
             problems.append(f"{name}: its clock is {offset_text} (is NTP running?)")
     return problems
 

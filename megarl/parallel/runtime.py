@@ -134,14 +134,12 @@ def choose_device(wanted: str) -> torch.device:
     if torch.cuda.is_available():
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if index >= count and not shares_gpus():
-            raise ConfigError(
-                f"LOCAL_RANK: {index}, but this node has {count} GPUs (start one rank for each)"
-            )
+            what = f"{index}, but this node has {count} GPUs"
+            raise ConfigError(f"LOCAL_RANK: {what} (start one rank for each)")
         return torch.device("cuda", index % count)
     if wanted == "cuda":
-        raise ConfigError(
-            "parallel.device: cuda was asked for, but torch sees no CUDA device (use auto or cpu)"
-        )
+        problem = "cuda was asked for, but torch sees no CUDA device"
+        raise ConfigError(f"parallel.device: {problem} (use auto or cpu)")
     if why := unseen_gpu(os.environ):
         problem = f"auto finds a GPU driver, but torch sees no GPU: {why}"
         raise ConfigError(f"parallel.device: {problem} (repair it, or set parallel.device=cpu)")
@@ -180,8 +178,7 @@ def layout_for(config: ParallelConfig, world: int) -> Layout:
         raise ConfigError(f"parallel: {sizes} does not divide the {processes}")
     dp = world // model_parallel
     if config.dp is not None and config.dp != dp:
-        quotient = f"{processes} / ({sizes}) give {dp}"
-        raise ConfigError(f"parallel.dp: is {config.dp}, but {quotient}")
+        raise ConfigError(f"parallel.dp: is {config.dp}, but {processes} / ({sizes}) give {dp}")
     stage = config.tp * config.cp * dp
     if stage % config.ep:
         ranks = f"the {stage} processes of a pipeline stage (tp x cp x dp)"
@@ -276,17 +273,8 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     signed_store = SignedStore(store) if rollout_ranks else None
-    return Runtime(
-        layout,
-        rank,
-        device,
-        config.timeout,
-        cpu_group,
-        rollout_ranks,
-        job_group,
-        transfer_group,
-        signed_store,
-    )
+    groups = cpu_group, rollout_ranks, job_group, transfer_group
+    return Runtime(layout, rank, device, config.timeout, *groups, signed_store)
 
 
 def sign_pickles() -> None:

@@ -52,7 +52,6 @@ class StopRequest:
 
 def follow_launcher(parent: int | None = None) -> None:
     """Get SIGTERM when the parent ends, even if killed. Exit if it is not `parent` (pid) any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:
         sys.exit(128 + signal.SIGTERM)

@@ -69,10 +69,7 @@ def stored_batch_bytes(plan: PlanInputs) -> float:
 
 def count_stored_batches(plan: PlanInputs) -> int:
     """Count the batches in run_dir/rollouts between engines' and trainers' ranks."""
-    schedule = plan.config.schedule
-    if not plan.config.parallel.rollout_ranks:
-        return 0
-    return 1 + schedule.lead
+    return 1 + plan.config.schedule.lead if plan.config.parallel.rollout_ranks else 0
 
 
 def disk_bytes(plan: PlanInputs) -> float:

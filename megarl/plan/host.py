@@ -121,9 +121,10 @@ def cpu_bytes_by_phase(plan: PlanInputs) -> dict[str, dict[str, float]]:
     Processes keep freed activations: glibc returns few blocks below 32 MiB. A checkpoint is a phase."""
     config, world = plan.config, plan.layout.world
     tokens = cpu_micro_batch_tokens(plan)
-    phase_stages = [(phase, stage) for phase in plan.phases for stage in range(plan.layout.pp)]
-    activations = (
-        max(sum(phase_buffers(plan, *phase_stage, tokens).values()) for phase_stage in phase_stages) * world
+    activations = world * max(
+        sum(phase_buffers(plan, phase, stage, tokens).values())
+        for phase in plan.phases
+        for stage in range(plan.layout.pp)
     )
     batch = step_batch_bytes(plan) * world + (sampled_bytes(plan) if config.parallel.rollout_ranks else 0.0)
     parts_by_phase: dict[str, dict[str, float]] = {}

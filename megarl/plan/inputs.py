@@ -82,11 +82,6 @@ class PlanInputs:
         return min(1.0, (model.recompute_layers or layers) / layers) if model.recompute == "full" else 0.0
 
     @property
-    def nodes(self) -> int:
-        ranks = self.layout.world + self.config.parallel.rollout_ranks
-        return -(-ranks // self.config.cluster.gpus_per_node)
-
-    @property
     def layers(self) -> str:
         return "portable" if self.config.model.layers == "portable" else "te"
 
@@ -196,7 +191,15 @@ def make_plan_inputs(
         read_config(path) if path and (path / "config.json").is_file() else actor
         for path in (critic_path, config.reward.model.path, *config.teacher.folders.values())
     )
-    _check_models(config, actor, critic, reward, *teachers)
+    parallel = config.parallel
+    for hf_config in (actor, critic, reward, *teachers):
+        check_layout(hf_config, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
+        check_recomputed(hf_config, config.model)
+        check_linear(hf_config, config)
+    check_frozen(actor, config.actor, "actor")
+    check_frozen(critic, config.critic, "critic")
+    check_lora(actor, config.actor.lora, "actor")
+    check_lora(critic, config.critic.lora, "critic")
     actor_shape, critic_shape, reward_shape, *teacher_shapes = (
         Shape(hf_config, config.model.dtype) for hf_config in (actor, critic, reward, *teachers)
     )
@@ -209,17 +212,3 @@ def make_plan_inputs(
     except ValueError as error:
         raise ConfigError(f"parallel: {error}") from None
     return inputs
-
-
-def _check_models(
-    config: Config, actor: Mapping[str, Any], critic: Mapping[str, Any], *others: Mapping[str, Any]
-) -> None:
-    parallel = config.parallel
-    for hf_config in (actor, critic, *others):
-        check_layout(hf_config, parallel.tp, parallel.pp, parallel.ep, parallel.vpp)
-        check_recomputed(hf_config, config.model)
-        check_linear(hf_config, config)
-    check_frozen(actor, config.actor, "actor")
-    check_frozen(critic, config.critic, "critic")
-    check_lora(actor, config.actor.lora, "actor")
-    check_lora(critic, config.critic.lora, "critic")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megarl.config.phases import ROLLOUT, WEIGHT_TRANSFER, Phase
 from megarl.plan.engines import transfer_buffer_bytes
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.sizes import FP32, GIB, Activations, count_in_flight, count_kept_outputs
+from megarl.plan.sizes import FP32, GIB, count_in_flight, count_kept_outputs
 from megarl.plan.tensors import (
-    SCALAR_HEAD_MODELS,
     count_bucket_params,
     count_muon_elements,
     count_trained,
@@ -82,42 +80,36 @@ def phase_need(plan: PlanInputs, phase: Phase, stage: int, tokens: float | None 
 
 def phase_buffers(plan: PlanInputs, phase: Phase, stage: int, tokens: float) -> dict[str, float]:
     if phase.name == WEIGHT_TRANSFER:
-        return weight_transfer(plan)
+        return {"transfer buckets": transfer_buffer_bytes(plan)}
     if phase.model is None:
-        return rollout()
-    stage_pass = _make_stage_pass(plan, phase.model, stage, tokens)
-    if phase.updates("critic"):
-        return critic_update(plan, stage_pass)
-    if phase.updates_weights:
-        return actor_update(plan, stage_pass, _count_top_k(plan, phase))
-    if phase.model in SCALAR_HEAD_MODELS:
-        return values(stage_pass)
-    return logprobs(stage_pass, _count_top_k(plan, phase))
-
-
-class _StagePass(NamedTuple):
-    """A micro-batch in the layers of a pipeline stage.
-
-    tokens        of a context-parallel rank
-    dense_layers  first layers, without experts"""
-
-    model: str
-    activations: Activations
-    tokens: float
-    layers: int
-    dense_layers: int
-    stage: int
-    is_last: bool
-
-
-def _make_stage_pass(plan: PlanInputs, model: str, stage: int, tokens: float) -> _StagePass:
-    layout, sizes = plan.layout, plan.shape(model).sizes
-    activations, layers = model_activations(plan, model), sizes.layers // layout.pp
-    stage_layers = layout.layers(sizes.layers, stage)[:layers] if activations.dense else ()
-    dense_layers = sum(layer < sizes.dense for layer in stage_layers)
-    return _StagePass(
-        model, activations, tokens / layout.cp, layers, dense_layers, stage, stage == layout.pp - 1
+        return {}  # an engine's memory is in its groups
+    layout, sizes = plan.layout, plan.shape(phase.model).sizes
+    activations, layers = model_activations(plan, phase.model), sizes.layers // layout.pp
+    # First layers, without experts.
+    dense_layers = 0
+    if activations.dense:
+        dense_layers = sum(layer < sizes.dense for layer in layout.layers(sizes.layers, stage)[:layers])
+    tokens, is_last = tokens / layout.cp, stage == layout.pp - 1
+    top_k_bytes = TOP_K_ENTRY * tokens * _count_top_k(plan, phase) * is_last * FRAGMENTATION
+    if not phase.updates_weights:
+        forward_bytes = activations.forward_only(tokens, is_last, dense_layers)
+        return {"activations": forward_bytes * FRAGMENTATION + top_k_bytes}
+    in_flight_batches = count_in_flight(layout, stage)
+    outputs = count_kept_outputs(layout, in_flight_batches, is_last)
+    with_head, without_head = (
+        activations.training(tokens, layers, in_flight_batches, head, outputs, dense_layers)
+        for head in (is_last, False)
     )
+    head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
+    parts = {"activations": without_head * FRAGMENTATION, "head": head}
+    bytes_in_backward, bytes_after_backward = gradient_sum_bytes(plan, phase.model, stage)
+    # After the backward pass, activations' memory is reused.
+    if extra_sums := max(bytes_in_backward, bytes_after_backward - sum(parts.values())):
+        parts["summed gradients"] = extra_sums
+    scratch = muon_scratch_bytes(plan, phase.model)
+    if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
+        parts["Muon's matrices"] = extra_scratch
+    return parts
 
 
 def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
@@ -129,62 +121,6 @@ def _count_top_k(plan: PlanInputs, phase: Phase) -> int:
     top_k = dict.fromkeys(("old_logprobs", "parity", "reference_logprobs", *teachers), sets)
     top_k |= {"old_top_k": policy, "teacher_top_k": teacher, "actor_update": policy + teacher + sets}
     return top_k.get(phase.name, 0)
-
-
-def _top_k_bytes(stage_pass: _StagePass, top_k: int) -> float:
-    return TOP_K_ENTRY * stage_pass.tokens * top_k * stage_pass.is_last * FRAGMENTATION
-
-
-def rollout() -> dict[str, float]:
-    return {}
-
-
-def logprobs(stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    return {"activations": _forward_bytes(stage_pass) + _top_k_bytes(stage_pass, top_k)}
-
-
-def values(stage_pass: _StagePass) -> dict[str, float]:
-    return {"activations": _forward_bytes(stage_pass)}
-
-
-def _forward_bytes(stage_pass: _StagePass) -> float:
-    return (
-        stage_pass.activations.forward_only(stage_pass.tokens, stage_pass.is_last, stage_pass.dense_layers)
-        * FRAGMENTATION
-    )
-
-
-def critic_update(plan: PlanInputs, stage_pass: _StagePass) -> dict[str, float]:
-    return _update(plan, stage_pass, 0.0)
-
-
-def actor_update(plan: PlanInputs, stage_pass: _StagePass, top_k: int) -> dict[str, float]:
-    return _update(plan, stage_pass, _top_k_bytes(stage_pass, top_k))
-
-
-def _update(plan: PlanInputs, stage_pass: _StagePass, top_k_bytes: float) -> dict[str, float]:
-    in_flight_batches = count_in_flight(plan.layout, stage_pass.stage)
-    outputs = count_kept_outputs(plan.layout, in_flight_batches, stage_pass.is_last)
-    with_head, without_head = (
-        stage_pass.activations.training(
-            stage_pass.tokens, stage_pass.layers, in_flight_batches, head, outputs, stage_pass.dense_layers
-        )
-        for head in (stage_pass.is_last, False)
-    )
-    head = (with_head - without_head) * FRAGMENTATION + top_k_bytes
-    parts = {"activations": without_head * FRAGMENTATION, "head": head}
-    bytes_in_backward, bytes_after_backward = gradient_sum_bytes(plan, stage_pass.model, stage_pass.stage)
-    # After the backward pass, activations' memory is reused.
-    if extra_sums := max(bytes_in_backward, bytes_after_backward - sum(parts.values())):
-        parts["summed gradients"] = extra_sums
-    scratch = muon_scratch_bytes(plan, stage_pass.model)
-    if extra_scratch := max(0.0, scratch + bytes_after_backward - sum(parts.values())):
-        parts["Muon's matrices"] = extra_scratch
-    return parts
-
-
-def weight_transfer(plan: PlanInputs) -> dict[str, float]:
-    return {"transfer buckets": transfer_buffer_bytes(plan)}
 
 
 def construction_need(plan: PlanInputs, model: str, stage: int) -> Need:

@@ -72,10 +72,7 @@ def search(plan: PlanInputs, lengths: Lengths) -> list[Candidate]:
         engine_sizes = [config.rollout.engine_tp]
     plans = [replace_keys(plan, rollout__engine_tp=tp) for tp in engine_sizes]
     if config.has_engine:  # quickest first, at any layout
-        plans = sorted(
-            (p for p in plans if _is_valid_engine(p)),
-            key=lambda p: rollout_seconds(p, lengths),
-        )
+        plans = sorted(filter(_is_valid_engine, plans), key=lambda p: rollout_seconds(p, lengths))
     engine_sizes = [p.config.rollout.engine_tp for p in plans] or engine_sizes
     candidates = [
         _choose_for_layout(layout_plan, engine_sizes, lengths) for layout_plan in _list_layouts(plan, node)
@@ -149,11 +146,8 @@ def _choose_for_layout(plan: PlanInputs, engines: list[int], lengths: Lengths) -
         frugal_keys: dict[str, Any] = {"model__recompute": "full", "model__recompute_layers": None}
         frugal_keys |= {"model__recompute_modules": ("attention",), "residency__keep": ()}
         frugal_plan = replace_keys(plan, **frugal_keys, update__tokens_per_micro_batch=plan.longest)
-        return Candidate(
-            frugal_plan,
-            None,
-            find_problem(frugal_plan) or f"fits, but leaves less than {ROOM:.0%} of each GPU free",
-        )
+        problem = find_problem(frugal_plan) or f"fits, but leaves less than {ROOM:.0%} of each GPU free"
+        return Candidate(frugal_plan, None, problem)
     engine_plans = [replace_keys(quickest.plan, rollout__engine_tp=tp) for tp in engines]
     fitting_plan = next((made for made in engine_plans if find_problem(made) is None), None)
     if fitting_plan is None:
@@ -188,13 +182,11 @@ def _list_choices(plan: PlanInputs) -> Iterator[PlanInputs]:
             given["model__recompute"] = "full"
 
             def make_plan(count: int, given: dict[str, Any] = given) -> PlanInputs:
-                return replace_keys(
-                    plan, **{**given, "model__recompute_layers": None if count == layers else count}
-                )
+                recomputed_layers = None if count == layers else count
+                return replace_keys(plan, **{**given, "model__recompute_layers": recomputed_layers})
 
-            fewest_layers = 1 + bisect_left(
-                range(1, layers + 1), True, key=lambda count: fits(make_plan(count))
-            )
+            counts = range(1, layers + 1)
+            fewest_layers = 1 + bisect_left(counts, True, key=lambda count: fits(make_plan(count)))
             if fewest_layers <= layers:
                 yield make_plan(fewest_layers)
 

@@ -180,16 +180,9 @@ class _RolloutSimulation:
             engine.generated += sum(length - (end - engine.step) for end, _, length, _ in unfinished)
         trained_groups = [group for group in self.submitted[: self.read] if group.kept][: self.needed]
         prompt_tokens = self.work.prompt_tokens
-        tokens = sum(
-            length + prompt_tokens + group.prefix_tokens
-            for group in trained_groups
-            for length in group.lengths
-        )
-        fresh = sum(
-            length + prompt_tokens * (not group.prefix_tokens)
-            for group in trained_groups
-            for length in group.lengths
-        )
+        responses = [(length, group.prefix_tokens) for group in trained_groups for length in group.lengths]
+        tokens = sum(length + prompt_tokens + prefix_tokens for length, prefix_tokens in responses)
+        fresh = sum(length + prompt_tokens * (not prefix_tokens) for length, prefix_tokens in responses)
         generated = sum(engine.generated for engine in self.engines)
         return SimulatedRollout(self.now, [engine.busy for engine in self.engines], tokens, fresh, generated)
 
@@ -222,9 +215,8 @@ class _RolloutSimulation:
             busiest_engine = max(self.engines, key=lambda candidate: len(candidate.waiting))
             if not busiest_engine.waiting:
                 break
-            engine.waiting.append(
-                busiest_engine.waiting.popleft() if balance == "longest" else busiest_engine.waiting.pop()
-            )
+            waiting = busiest_engine.waiting
+            engine.waiting.append(waiting.popleft() if balance == "longest" else waiting.pop())
             engine.start_waiting()
         if engine.running:
             heapq.heappush(self.events, (engine.next_finish(), number, engine.version))
@@ -501,11 +493,8 @@ def make_rollout_work(
 
 def make_log_normal(lengths: Lengths) -> SampleLengths:
     """Make a log-normal sampler, cut at the limit, correlated within a group."""
-    log_median, group_weight, response_weight = (
-        math.log(lengths.median),
-        GROUP_CORRELATION**0.5,
-        (1 - GROUP_CORRELATION) ** 0.5,
-    )
+    log_median = math.log(lengths.median)
+    group_weight, response_weight = GROUP_CORRELATION**0.5, (1 - GROUP_CORRELATION) ** 0.5
 
     def sample(rng: random.Random, responses: int) -> list[float]:
         group_deviation = group_weight * rng.gauss(0, 1)
@@ -572,9 +561,8 @@ def _fit_to_metrics(run_dir: Path, lengths: Lengths) -> tuple[Lengths, SampleLen
     group_size = run.setting("rollout", "group_size", default=1) or 1
     responses = sum(record.get("rollout/prompts", 1) * group_size for record in records)
     # The longest is the quantile 1 - 1 / responses; if some were cut, 1 - their share.
-    tail_share = max(
-        1 / max(2, responses), fmean(record.get("reward/truncated") or 0.0 for record in records)
-    )
+    cut_share = fmean(record.get("reward/truncated") or 0.0 for record in records)
+    tail_share = max(1 / max(2, responses), cut_share)
     limit = max(lengths.longest, longest)
     fit = partial(Lengths, mean, limit, lengths.prompt, window=lengths.window)
     # If at least half were cut, assume equal lengths.

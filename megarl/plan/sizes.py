@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from math import prod
@@ -50,13 +50,12 @@ class Shape:
     config: Mapping[str, Any]
     dtype: str
     _param_counts: dict[Any, ParamCount] = field(default_factory=dict)
-    _fp8_counts: dict[Any, int] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Sizes:
         return Sizes.from_config(self.config)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return BYTES[self.dtype]
 
@@ -81,8 +80,16 @@ class Shape:
         """Return at most layers // pp layers: in some published runs pp does not divide them."""
         return layout.layers(self.sizes.layers, pp_rank)[: self.sizes.layers // layout.pp]
 
+    def _count_copies(self, pair: Pair, layout: Layout, layers: Collection[int]) -> int:
+        """Count a parameter's tensors in a rank's layers."""
+        sizes = self.sizes
+        copies = len(layers) if sizes.is_uniform else sum(sizes.has(pair, layer) for layer in layers)
+        return copies * (sizes.experts // layout.ep) if pair.per_expert else copies
+
     def _count_local(self, pair: Pair, tp: int, lora: LoraConfig | None = None) -> int:
+        """Count a rank's elements of a parameter."""
         sizes = self.sizes if lora is None else get_sizes(self.config, lora)
+        tp = 1 if pair.per_expert else tp
         shapes = [sizes.shape(dims) for _, dims in pair.hf]
         if pair.operation == "vocabulary":
             ((vocab, hidden),) = shapes
@@ -91,24 +98,23 @@ class Shape:
         return elements if pair.operation == "replicated" else elements // tp
 
     def largest_tensor(self, tp: int) -> int:
-        pairs = (EMBEDDING, *self.pairs)
-        return max(self._count_local(pair, 1 if pair.per_expert else tp) for pair in pairs)
+        return max(self._count_local(pair, tp) for pair in (EMBEDDING, *self.pairs))
 
     def count_lora(self, lora: LoraConfig, tp: int) -> tuple[int, int]:
         """Count a rank's elements of weights with adapters: of all, of the largest."""
-        copies_and_sizes, sizes = list[tuple[int, int]](), self.sizes
-        for pair in (pair for pair in self.pairs if adapters(pair, lora)):
-            copies = sizes.count(pair, range(sizes.layers)) * (sizes.experts if pair.per_expert else 1)
-            copies_and_sizes.append((copies, self._count_local(pair, 1 if pair.per_expert else tp)))
+        layers = range(self.sizes.layers)
+        copies_and_sizes = [
+            (self._count_copies(pair, Layout(), layers), self._count_local(pair, tp))
+            for pair in self.pairs
+            if adapters(pair, lora)
+        ]
         return sum(map(prod, copies_and_sizes)), max((size for _, size in copies_and_sizes), default=0)
 
+    @lru_cache(maxsize=256)  # noqa: B019 (a planner has few models, and ends)
     def count_fp8(self, layout: Layout, pp_rank: int, ends_in_bf16: bool) -> int:
         """Count a rank's FP8 parameters: layers' matrices except routers.
 
         ends_in_bf16: except the first and last layer"""
-        key = (layout.tp, layout.pp, layout.vpp, layout.ep, pp_rank, ends_in_bf16)
-        if key in self._fp8_counts:
-            return self._fp8_counts[key]
         sizes = self.sizes
         layers = set(layout.layers(sizes.layers, pp_rank))
         if ends_in_bf16:
@@ -117,9 +123,7 @@ class Shape:
         for pair in self.pairs:
             if ".router." in pair.megatron or any(len(sizes.shape(dims)) < 2 for _, dims in pair.hf):
                 continue
-            copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
-            elements += copies * self._count_local(pair, 1 if pair.per_expert else layout.tp)
-        self._fp8_counts[key] = elements
+            elements += self._count_copies(pair, layout, layers) * self._count_local(pair, layout.tp)
         return elements
 
     def matrices(self, layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
@@ -127,10 +131,8 @@ class Shape:
         sizes, matrix_sizes, layers = self.sizes, (list[int](), list[int]()), self._layers(layout, pp_rank)
         for pair in self.pairs:
             if all(len(sizes.shape(dims)) == 2 for _, dims in pair.hf):
-                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
-                matrix_sizes[pair.per_expert].extend(
-                    [self._count_local(pair, 1 if pair.per_expert else layout.tp)] * copies
-                )
+                copies = self._count_copies(pair, layout, layers)
+                matrix_sizes[pair.per_expert].extend([self._count_local(pair, layout.tp)] * copies)
         return matrix_sizes
 
     def muon_flops(self, layout: Layout, pp_rank: int) -> float:
@@ -142,68 +144,61 @@ class Shape:
             shapes = [sizes.shape(dims) for _, dims in pair.hf]
             if all(len(shape) == 2 for shape in shapes):
                 m, n = sorted((sum(shape[0] for shape in shapes), shapes[0][1]))
-                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
-                total += copies * (4 * m * m * n + 2 * m**3)
+                total += self._count_copies(pair, layout, layers) * (4 * m * m * n + 2 * m**3)
         return total
 
     def count_gate_up(self, layout: Layout, pp_rank: int) -> int:
         """Count gate and up parameters, separate in checkpoints."""
-        elements, sizes = 0, self.sizes
         layers = self._layers(layout, pp_rank)
-        for pair in self.pairs:
-            if pair.megatron.endswith("linear_fc1.weight"):
-                copies = sizes.count(pair, layers) * (sizes.experts // layout.ep if pair.per_expert else 1)
-                elements += copies * self._count_local(pair, 1 if pair.per_expert else layout.tp)
-        return elements
+        return sum(
+            self._count_copies(pair, layout, layers) * self._count_local(pair, layout.tp)
+            for pair in self.pairs
+            if pair.megatron.endswith("linear_fc1.weight")
+        )
 
     def _count(
         self, layout: Layout, pp_rank: int, critic: bool, optimizer: OptimizerConfig | None
     ) -> ParamCount:
-        sizes, count_local = self.sizes, self._count_local
-        layers, top_layer = self._layers(layout, pp_rank), sizes.layers - 1
+        sizes, count_local, tp = self.sizes, self._count_local, layout.tp
         is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
-        if optimizer is not None and optimizer.lora.rank is not None:
-            lora = optimizer.lora
-            adapter_pairs = [adapter_pair for pair in self.pairs for adapter_pair in adapters(pair, lora)]
-            shared, elements_per_expert = (
-                sum(
-                    sizes.count(adapter, layers) * count_local(adapter, tp, lora)
-                    for adapter in adapter_pairs
-                    if adapter.per_expert is per_expert
-                )
-                for per_expert, tp in ((False, layout.tp), (True, 1))
-            )
-            return ParamCount(
-                shared,
-                elements_per_expert * (sizes.experts // layout.ep),
-                sizes.hidden if critic and is_last else 0,
-            )
+        layers = self._layers(layout, pp_rank)
+        lora = optimizer.lora if optimizer is not None and optimizer.lora.rank is not None else None
 
         def is_counted(pair: Pair, layer: int = 0) -> bool:
             return optimizer is None or not is_frozen(pair, layer, optimizer)
 
-        # Frozen layers are the lowest: the top layer trains all that any layer trains.
-        pairs = [pair for pair in self.pairs if is_counted(pair, top_layer)]
-        if optimizer is not None:
-            layers = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
-        float32 = sum(sizes.count(p, layers) * count_local(p, 1) for p in pairs if p.float32 == "everywhere")
-        shared, elements_per_expert = (
+        if lora is not None:
+            pairs = [adapter for pair in self.pairs for adapter in adapters(pair, lora)]
+        else:
+            # Frozen layers are the lowest: the top layer trains all that any layer trains.
+            pairs = [pair for pair in self.pairs if is_counted(pair, sizes.layers - 1)]
+            if optimizer is not None:
+                layers = [n for n in layout.layers(sizes.layers, pp_rank) if n >= optimizer.frozen_layers]
+        shared, experts = (
             sum(
-                sizes.count(pair, layers) * count_local(pair, tp)
+                self._count_copies(pair, layout, layers) * count_local(pair, tp, lora)
                 for pair in pairs
                 if pair.per_expert is per_expert
             )
-            for per_expert, tp in ((False, layout.tp), (True, 1))
+            for per_expert in (False, True)
         )
-        shared, experts = shared - float32, elements_per_expert * (sizes.experts // layout.ep)
+        value_head = sizes.hidden if critic and is_last else 0
+        if lora is not None:
+            return ParamCount(shared, experts, value_head)
+        float32 = sum(
+            self._count_copies(pair, layout, layers) * count_local(pair, 1)
+            for pair in pairs
+            if pair.float32 == "everywhere"
+        )
+        shared -= float32
         tied = is_tied(self.config)
         if is_first and is_counted(EMBEDDING):
-            shared += count_local(EMBEDDING, layout.tp)
+            shared += count_local(EMBEDDING, tp)
         if is_last:
-            shared += count_local(FINAL_NORM, layout.tp)
+            shared += count_local(FINAL_NORM, tp)
         if is_last and not critic and not (is_first and tied) and is_counted(TIED_OUTPUT if tied else OUTPUT):
-            shared += count_local(OUTPUT, layout.tp)
-        return ParamCount(shared, experts, float32 + (sizes.hidden if critic and is_last else 0))
+            shared += count_local(OUTPUT, tp)
+        return ParamCount(shared, experts, float32 + value_head)
 
     @cached_property
     def parameters(self) -> int:
@@ -322,16 +317,15 @@ class Activations:
         num_stored = layers - min(layers, self.recomputed or layers) if recomputes else 0
         dense_kind, main_kind = self.dense or self, self
         dense_recomputed = min(dense, layers - num_stored)
-        kept_bytes = dense_kind.layer * dense_recomputed + dense_kind.one_layer * (dense - dense_recomputed)
-        kept_bytes += main_kind.layer * (layers - num_stored - dense_recomputed) + main_kind.one_layer * (
-            num_stored - dense + dense_recomputed
+        dense_stored, main_stored = dense - dense_recomputed, num_stored - (dense - dense_recomputed)
+        kept_bytes = dense_kind.layer * dense_recomputed + dense_kind.one_layer * dense_stored
+        kept_bytes += (
+            main_kind.layer * (layers - num_stored - dense_recomputed) + main_kind.one_layer * main_stored
         )
         kept_bytes = tokens * (kept_bytes * in_flight + self.hidden * outputs)
         # Backward frees the highest layers first: room to recompute a lower one.
-        is_top_recomputed, layer_kinds = (
-            recomputes and not num_stored,
-            [dense_kind] * (dense > 0) + [main_kind] * (dense < layers),
-        )
+        is_top_recomputed = recomputes and not num_stored
+        layer_kinds = [dense_kind] * (dense > 0) + [main_kind] * (dense < layers)
         layer_peak = tokens * max(
             (kind.one_layer if is_top_recomputed else kind.selected) + kind.work for kind in layer_kinds
         )
@@ -445,22 +439,23 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         selected = 0.0
     if recompute == "full" and linear_share:  # larger kind of layer
         one_layer += max(attention, delta) - mean_attention
-    fields = (
+    dense = None
+    if sizes.dense and has_experts:
+        dense = count_activations(shape, passes, critic=critic, has_experts=False)
+    return Activations(
         layer,
         one_layer,
         work,
-        b * h,
-        head,
-        head_fixed,
-        forward,
-        moved,
-        recompute,
-        passes.recomputed,
-        selected,
+        hidden=b * h,
+        head=head,
+        head_fixed=head_fixed,
+        forward=forward,
+        moved=moved,
+        recompute=recompute,
+        recomputed=passes.recomputed,
+        selected=selected,
+        dense=dense,
     )
-    if not (sizes.dense and has_experts):
-        return Activations(*fields)
-    return Activations(*fields, count_activations(shape, passes, critic=critic, has_experts=False))
 
 
 def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
@@ -614,16 +609,14 @@ def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device
         "gpu_memory_speed": cluster.gpu_memory_speed,
         "host_speed": cluster.host_speed,
     }
-    transposes = True
+    given: dict[str, Any] = {
+        key.removeprefix("gpu_"): value for key, value in figures.items() if value is not None
+    }
     if cluster.gpu in DEVICES:
-        _, *known_figures, transposes = astuple(DEVICES[cluster.gpu])
-        table = dict(zip(figures, known_figures, strict=True))
-        figures = {key: table[key] if value is None else value for key, value in figures.items()}
-    missing = [f"cluster.{key}" for key, value in figures.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"cluster.gpu: {cluster.gpu} is not in the table ({', '.join(DEVICES)}): "
-            f"set {', '.join(missing)} as well"
-        )
-    memory_bytes, tflops, memory_speed, host_speed = (value or 0.0 for value in figures.values())
-    return Device(cluster.gpu, measured or memory_bytes, tflops, memory_speed, host_speed, transposes)
+        device = replace(DEVICES[cluster.gpu], **given)
+    elif missing := [f"cluster.{key}" for key, value in figures.items() if value is None]:
+        what = f"{cluster.gpu} is not in the table ({', '.join(DEVICES)})"
+        raise ConfigError(f"cluster.gpu: {what}: set {', '.join(missing)} as well")
+    else:
+        device = Device(cluster.gpu, **given)
+    return replace(device, memory=measured) if measured else device

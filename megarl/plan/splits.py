@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megarl.config.check import check_config
 from megarl.config.errors import MegarlError
 from megarl.config.schema.schedule import ScheduleConfig
+from megarl.parallel.layout import Layout
 from megarl.plan.fit import find_problem
 from megarl.plan.in_flight import simulate_in_flight, simulate_split
 from megarl.plan.inputs import PlanInputs
@@ -124,16 +125,10 @@ def compare_splits(plan: PlanInputs, work: RolloutWork, lengths: Lengths) -> lis
         candidates += [(best, 1), (best, 2)]
     if not work.window and (best := find_best_split(plan, work, lengths, world, in_flight=True)):
         candidates.append((best, 0))
-    splits: list[SimulatedSplit] = []
+    distinct: dict[tuple[Layout, int, bool], PlanInputs] = {}
     for candidate, ahead in candidates:
-        if any(
-            (split.plan.layout, split.ahead, split.plan.in_flight)
-            == (candidate.layout, ahead, candidate.in_flight)
-            for split in splits
-        ):
-            continue
-        splits.append(_simulate(candidate, ahead, work, lengths))
-    return splits
+        distinct.setdefault((candidate.layout, ahead, candidate.in_flight), candidate)
+    return [_simulate(candidate, ahead, work, lengths) for (_, ahead, _), candidate in distinct.items()]
 
 
 def _share_ranks(plan: PlanInputs, world: int) -> PlanInputs | None:

@@ -25,9 +25,8 @@ SCALAR_HEAD_MODELS = ("critic", "reward")
 
 def count_params(plan: PlanInputs, model: str, stage: int, shape: Shape | None = None) -> ParamCount:
     """Count a rank's parameters and adapters. shape: of a teacher."""
-    base_params = (shape or plan.shape(model)).count_params(
-        plan.layout, stage, critic=model in SCALAR_HEAD_MODELS
-    )
+    shape = shape or plan.shape(model)
+    base_params = shape.count_params(plan.layout, stage, critic=model in SCALAR_HEAD_MODELS)
     if model not in ("actor", "critic") or plan.lora(model).rank is None:
         return base_params
     adapter_params = count_trained(plan, model, plan.layout, stage)
@@ -142,10 +141,8 @@ def muon_scratch_bytes(plan: PlanInputs, model: str) -> float:
 def count_bucket_params(plan: PlanInputs, model: str, stage: int) -> float:
     """Count the largest bucket's parameters. Only a first stage with overlap has several."""
     parallel, layout = plan.config.parallel, plan.layout
-    trained, largest_tensor = (
-        count_trained(plan, model, layout, stage),
-        plan.shape(model).largest_tensor(layout.tp),
-    )
+    trained = count_trained(plan, model, layout, stage)
+    largest_tensor = plan.shape(model).largest_tensor(layout.tp)
     # A virtual stage also has the embedding or output layer.
     single_bucket = max(
         trained.shared / layout.vpp + largest_tensor * (1 - 1 / layout.vpp), trained.experts / layout.vpp

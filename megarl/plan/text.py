@@ -61,9 +61,11 @@ def lines(plan: PlanInputs, where: str, lengths: Lengths, made: Estimate) -> Ite
     size = f"{plan.actor.parameters / 1e9:.2f} B parameters, {plan.actor.dtype}"
     yield f"model    {where}: {size}, recompute {config.model.recompute}, {plan.layers} layers"
     rollout_ranks = config.parallel.rollout_ranks
-    gpus = f"{layout.world + rollout_ranks} x {device.name} ({device.memory / GIB:.1f} GiB)"
+    all_ranks = layout.world + rollout_ranks
+    nodes = -(-all_ranks // config.cluster.gpus_per_node)
+    gpus = f"{all_ranks} x {device.name} ({device.memory / GIB:.1f} GiB)"
     rollout_text = f", and {rollout_ranks} ranks that generate" if rollout_ranks else ""
-    yield f"layout   {describe_layout(layout)}{rollout_text}: {gpus} on {plan.nodes} nodes"
+    yield f"layout   {describe_layout(layout)}{rollout_text}: {gpus} on {nodes} nodes"
     if config.has_engine:
         ranks = rollout_ranks or layout.world
         engines = f"{plan.engines(ranks)} of tp {plan.engine_tp} ({config.rollout.engine})"
@@ -146,14 +148,13 @@ def on_cpu(plan: PlanInputs, where: str, memory: float) -> Iterator[str]:
     yield f"layout   {describe_layout(plan.layout)}: {plan.layout.world} ranks on this machine's CPU"
     yield ""
     yield "GiB of all ranks together, all the time"
-    for name, part_bytes in cpu_bytes(plan).items():
+    constant_parts, parts_by_phase = cpu_bytes(plan), cpu_bytes_by_phase(plan)
+    for name, part_bytes in constant_parts.items():
         yield f"    {name:24s}{part_bytes / GIB:10.2f}"
-    constant_bytes = sum(cpu_bytes(plan).values())
-    totals = {
-        phase: constant_bytes + sum(parts.values()) for phase, parts in cpu_bytes_by_phase(plan).items()
-    }
+    constant_bytes = sum(constant_parts.values())
+    totals = {phase: constant_bytes + sum(parts.values()) for phase, parts in parts_by_phase.items()}
     yield "and by phase, with all of that"
-    for phase, parts in cpu_bytes_by_phase(plan).items():
+    for phase, parts in parts_by_phase.items():
         parts_text = ", ".join(f"{part} {part_bytes / GIB:.2f}" for part, part_bytes in parts.items())
         yield f"    {phase:24s}{totals[phase] / GIB:10.2f}  {parts_text}"
     yield f"at most  {max(totals.values()) / GIB:.2f} of the {memory / GIB:.2f} that this machine has"
@@ -174,9 +175,8 @@ def layouts(found: Sequence[Candidate], current: Candidate, *, everything: bool 
     )
     listed_candidates = fitting_candidates[:limit]
     if current.estimate is not None:
-        listed_candidates = sorted(
-            [*listed_candidates, (current, current.estimate)], key=lambda pair: pair[1].total
-        )
+        listed_candidates.append((current, current.estimate))
+        listed_candidates.sort(key=lambda pair: pair[1].total)
     if listed_candidates:
         headings = f"{'layout':28s}{'engine tp':>11s}{'recompute':>16s}{'budget':>9s}{'a step':>10s}"
         yield f"  {headings}{'rollout':>9s}{'GiB free':>10s}  kept on the GPU"
@@ -206,21 +206,15 @@ def best(tried: list[Candidate], current: Candidate, path: Path) -> Iterator[str
     """Format the best layout's overrides, as command and YAML. Raises ConfigError if none fits."""
     quickest, current_estimate = pick_best(tried), current.estimate
     proven_candidates = drop_unproven(tried, current.plan.config.parallel)
-    choice = (
-        pick_best(proven_candidates)
-        if any(candidate.estimate for candidate in proven_candidates)
-        else quickest
-    )
+    is_any_proven = any(candidate.estimate for candidate in proven_candidates)
+    choice = pick_best(proven_candidates) if is_any_proven else quickest
     estimate = choice.estimate
     assert estimate is not None and quickest.estimate is not None
     overrides = list_overrides(choice.plan, current.plan)
-    comparison = (
-        f"; the configuration as it is: {clock(current_estimate.total)}"
-        if current_estimate
-        else "; as it is it does not fit"
-    )
-    if current_estimate and current_estimate.total <= CLOSE * estimate.total:
-        comparison += ", and as good"
+    comparison = "; as it is it does not fit"
+    if current_estimate:
+        comparison = f"; the configuration as it is: {clock(current_estimate.total)}"
+        comparison += ", and as good" if current_estimate.total <= CLOSE * estimate.total else ""
     yield f"# {describe_layout(choice.plan.layout)}: a step takes about {clock(estimate.total)}{comparison}"
     yield f"# {choice.free / GIB:.1f} GiB of each {choice.plan.device.name} stay free"
     if quickest is not choice:
@@ -252,13 +246,9 @@ def simulated(
         timeline, world = split.timeline, split.plan.layout.world + split.rollout_ranks
         engines = [sum(timeline.wait_shares(name).values()) for name in timeline.rows if name != "trainers"]
         idle = f"{sum(timeline.wait_shares('trainers').values()):.0%}" if split.rollout_ranks else "-"
-        mark = (
-            "  <- the configuration"
-            if split is tried[0]
-            else "  <- the quickest"
-            if split is quickest
-            else ""
-        )
+        mark = "  <- the quickest" if split is quickest else ""
+        if split is tried[0]:
+            mark = "  <- the configuration"
         yield (
             f"{split.name:{width}s}{clock(timeline.step):>9s}{timeline.tokens_per_second:10,.0f}"
             f"{timeline.tokens_per_second / world:7,.0f}{timeline.idle:6.0%}"

@@ -223,14 +223,20 @@ def _phase_seconds(plan: PlanInputs, lengths: Lengths, phase: Phase, model: str)
     return _add_optimizer_seconds(plan, model, count, total) if is_update else total
 
 
+def _link_speed(plan: PlanInputs, ranks: int) -> float:
+    """Return bytes/s between `ranks` neighbouring ranks."""
+    cluster = plan.config.cluster
+    speed = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
+    return speed * 1e9 * LINKS
+
+
 def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: float) -> float:
     """Add optimizer steps' messages, which do not overlap, and Muon's products."""
-    layout, cluster, shape = plan.layout, plan.config.cluster, plan.shape(model)
+    layout, shape = plan.layout, plan.shape(model)
     replicas = layout.dp * layout.cp
-    link = cluster.node_speed if layout.stage <= cluster.gpus_per_node else cluster.network_speed
     params = max(count_trained(plan, model, layout, stage).all for stage in plan.stages)
     sent = params * (plan.gradient_size + shape.itemsize) * (replicas - 1) / replicas
-    total += count * sent / (link * 1e9 * LINKS)
+    total += count * sent / _link_speed(plan, layout.stage)
     if model in plan.muon_models:  # tensor-parallel ranks repeat the work
         flops = max(shape.muon_flops(layout, stage) for stage in plan.stages) / replicas
         flops *= plan.optimizer(model).muon.steps
@@ -240,10 +246,9 @@ def _add_optimizer_seconds(plan: PlanInputs, model: str, count: int, total: floa
 
 def _transfer_seconds(plan: PlanInputs) -> float:
     """Estimate a weight transfer. It stays in a node that has the model, or (disaggregated) all ranks."""
-    layout, cluster, rollout_ranks = plan.layout, plan.config.cluster, plan.config.parallel.rollout_ranks
+    layout, rollout_ranks = plan.layout, plan.config.parallel.rollout_ranks
     ranks = layout.world + rollout_ranks if rollout_ranks else layout.tp * layout.pp
-    link = cluster.node_speed if ranks <= cluster.gpus_per_node else cluster.network_speed
-    return transferred_bytes(plan) * max(1.0, rollout_ranks / layout.world) / (link * 1e9 * LINKS)
+    return transferred_bytes(plan) * max(1.0, rollout_ranks / layout.world) / _link_speed(plan, ranks)
 
 
 def _offloaded_bytes(plan: PlanInputs) -> float:
@@ -287,10 +292,9 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
         # Experts are whole: tensor parallelism divides their tokens.
         top_k, shared_ffn = shape.config["num_experts_per_tok"], sizes.shared_ffn / tp
         experts = top_k / tp * _matmul_seconds((h, 2 * sizes.expert_ffn), (sizes.expert_ffn, h), speed=speed)
-        shared_seconds = (
-            _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed) if shared_ffn else 0.0
-        )
-        matmul += (1 - dense_share) * (experts + shared_seconds)
+        if shared_ffn:
+            experts += _matmul_seconds((h, 2 * shared_ffn), (shared_ffn, h), speed=speed)
+        matmul += (1 - dense_share) * experts
     if dense_share:
         mlp = dense_share * _matmul_seconds((h, 2 * sizes.ffn / tp), (sizes.ffn / tp, h), speed=speed)
         matmul += mlp
@@ -302,25 +306,22 @@ def _layer_seconds(plan: PlanInputs, model: str, sequences: list[float]) -> tupl
 
 def _message_seconds(plan: PlanInputs, model: str) -> tuple[float, float, float]:
     """Return a token's message seconds: in a layer, of its tensor parallelism, between stages."""
-    shape, layout, cluster = plan.shape(model), plan.layout, plan.config.cluster
+    shape, layout, node_size = plan.shape(model), plan.layout, plan.config.cluster.gpus_per_node
     sizes, h, b, tp, cp = shape.sizes, shape.sizes.hidden, shape.itemsize, layout.tp, layout.cp
-    node_speed, network_speed = cluster.node_speed * 1e9 * LINKS, cluster.network_speed * 1e9 * LINKS
-
-    def link(ranks: int) -> float:
-        return node_speed if ranks <= cluster.gpus_per_node else network_speed
-
     # Hidden states are gathered and scattered twice.
-    layer_messages = tensor_messages = 4 * h * b * (tp - 1) / tp / link(tp)
+    layer_messages = tensor_messages = 4 * h * b * (tp - 1) / tp / _link_speed(plan, tp)
     # Other context-parallel ranks' keys and values.
-    layer_messages += (cp - 1) * 2 * sizes.kv / tp * b / link(cp * tp)
+    layer_messages += (cp - 1) * 2 * sizes.kv / tp * b / _link_speed(plan, cp * tp)
     if sizes.experts and layout.ep > 1:
         # Copies to experts and back, by network to other nodes.
         copies = 2 * shape.config["num_experts_per_tok"] * h * b / tp
-        node_ranks = min(layout.ep, cluster.gpus_per_node)
-        layer_messages += (
-            copies * ((node_ranks - 1) / node_speed + (layout.ep - node_ranks) / network_speed) / layout.ep
-        )
-    stage_messages = layout.vpp * h * b / tp / link(2 * layout.stage) if layout.pp > 1 else 0.0
+        node_ranks = min(layout.ep, node_size)
+        node_seconds = (node_ranks - 1) / _link_speed(plan, node_size)
+        network_seconds = (layout.ep - node_ranks) / _link_speed(plan, node_size + 1)
+        layer_messages += copies * (node_seconds + network_seconds) / layout.ep
+    stage_messages = 0.0
+    if layout.pp > 1:
+        stage_messages = layout.vpp * h * b / tp / _link_speed(plan, 2 * layout.stage)
     return layer_messages, tensor_messages, stage_messages
 
 
@@ -350,11 +351,9 @@ def _token_seconds(plan: PlanInputs, model: str, update: bool, sequences: list[f
         head *= 4 / 3  # backward recomputes the logits
     # `moved` bytes are written and read.
     dense_share = sizes.dense / sizes.layers if sizes.experts else 1.0
-    moved_bytes = (
-        activations.moved
-        if activations.dense is None
-        else (1 - dense_share) * activations.moved + dense_share * activations.dense.moved
-    )
+    moved_bytes = activations.moved
+    if activations.dense is not None:
+        moved_bytes = (1 - dense_share) * activations.moved + dense_share * activations.dense.moved
     layer_seconds = (passes + recomputed_share) * (
         matmul + attention + layer_messages + seconds_per_byte * moved_bytes
     ) + selective_seconds
@@ -401,14 +400,13 @@ class DecodeCost:
 
 
 def make_decode_cost(plan: PlanInputs) -> DecodeCost:
-    cluster, tp, shape, device = plan.config.cluster, plan.engine_tp, plan.actor, plan.device
-    link = (cluster.node_speed if tp <= cluster.gpus_per_node else cluster.network_speed) * 1e9 * LINKS
+    tp, shape, device = plan.engine_tp, plan.actor, plan.device
     sizes, memory_speed = shape.sizes, device.memory_speed * 1e9 * READING
     compute = 2 * shape.active / (device.tflops * 1e12 * PREFILL * tp)
-    message_seconds = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp / link
+    message_bytes = 2 * sizes.layers * 2 * sizes.hidden * shape.itemsize * (tp - 1) / tp
     return DecodeCost(
         fixed=2 * sizes.layers * MESSAGE * (tp > 1) + DECODE_STEP + sizes.layers * DECODE_LAYER,
-        sequence=message_seconds + DECODE_SEQUENCE,
+        sequence=message_bytes / _link_speed(plan, tp) + DECODE_SEQUENCE,
         weights=engine_weight_bytes(plan) * (1 - shape.expert_share) / memory_speed,
         experts=engine_weight_bytes(plan) * shape.expert_share / memory_speed,
         cached=shape.cache_bytes(tp) / memory_speed,
@@ -431,7 +429,8 @@ def mean_cached_tokens(lengths: Lengths, *, in_flight: bool = False) -> float:
 
 def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
     config, ranks = plan.config, plan.config.parallel.rollout_ranks or plan.layout.world
-    responses_per_engine = max(1, round(_count_sampled(plan) / max(1, plan.engines(ranks))))
+    kept_share = KEPT_GROUPS if config.rollout.dynamic_sampling.enabled else 1.0
+    responses_per_engine = max(1, round(config.responses / kept_share / max(1, plan.engines(ranks))))
     at_once = min(decode_batch_size(plan, lengths), responses_per_engine)
     cost, keeps_cache = make_decode_cost(plan), config.rollout.capabilities.continuous_batching
     # With new weights, prefixes are prefilled again.
@@ -440,15 +439,8 @@ def rollout_seconds(plan: PlanInputs, lengths: Lengths) -> float:
         running, context = _count_in_flight(plan, lengths), mean_cached_tokens(lengths, in_flight=True)
         decode_seconds = lengths.mean / running * cost.step(running, running * context)
         return responses_per_engine * (decode_seconds + prefilled_tokens * cost.prefill)
-    return (
-        _decode_seconds(cost, responses_per_engine, at_once, lengths)
-        + responses_per_engine * prefilled_tokens * cost.prefill
-    )
-
-
-def _count_sampled(plan: PlanInputs) -> float:
-    kept_share = KEPT_GROUPS if plan.config.rollout.dynamic_sampling.enabled else 1.0
-    return plan.config.responses / kept_share
+    decode_seconds = _decode_seconds(cost, responses_per_engine, at_once, lengths)
+    return decode_seconds + responses_per_engine * prefilled_tokens * cost.prefill
 
 
 def _count_in_flight(plan: PlanInputs, lengths: Lengths) -> float:

@@ -78,10 +78,9 @@ def direct_cost(plan: Plan, itemsize: int, bucket_bytes: int, cluster: ClusterCo
     costs = {}
     for rank, stagings in staging.items():
         node_sent, node_received, sent, received = link_bytes[rank]
-        links = (node_sent, node_received, sent, received)
-        costs[rank] = RankCost(
-            local_bytes[rank], *links, len(stagings), max(stagings, default=0), clock[rank]
-        )
+        links = node_sent, node_received, sent, received
+        largest_staging = max(stagings, default=0)
+        costs[rank] = RankCost(local_bytes[rank], *links, len(stagings), largest_staging, clock[rank])
     return costs
 
 

@@ -19,13 +19,7 @@ from megarl.weights.families import read_config, rename_to_table
 from megarl.weights.hf import SCORE_BIAS, divide_into_files, export_config, write_index
 from megarl.weights.lora import Source
 from megarl.weights.shards import float32_tensors, hf_shards, megatron_layout
-from megarl.weights.tensor_files import (
-    Processes,
-    carry_along,
-    new_folder,
-    write_json,
-    write_tensors,
-)
+from megarl.weights.tensor_files import Processes, carry_along, new_folder, write_json, write_tensors
 
 PREFIX = "base_model.model."  # of PEFT's names
 
@@ -75,11 +69,9 @@ def export_hf(
             )
             plan.verify()
             target: dict[str, Tensor] = {}
-            if rank == 0:
-                for name, shard in file_shards.items():
-                    target[name] = torch.empty(
-                        shard.shape, dtype=dtype_by_name[name], device=first_tensor.device
-                    )
+            for name, shard in file_shards.items() if rank == 0 else ():
+                dtype = dtype_by_name[name]
+                target[name] = torch.empty(shard.shape, dtype=dtype, device=first_tensor.device)
             Transfer(plan, rank, tensors, target, bucket_bytes, dtype=default_dtype).run()
             if "score.weight" in file_shards:
                 names.append(SCORE_BIAS)

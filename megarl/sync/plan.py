@@ -167,9 +167,8 @@ def _prove_tiling(shape: Shape, boxes: Sequence[Box], where: str) -> None:
             raise PlanError(f"{where}: {box} is outside of the shape {shape}")
         for earlier_box in boxes[:index]:
             if intersect(box, earlier_box) is not None:
-                raise PlanError(
-                    f"{where}: {earlier_box} and {box} overlap: some bytes would be written twice"
-                )
+                overlap = f"{earlier_box} and {box} overlap"
+                raise PlanError(f"{where}: {overlap}: some bytes would be written twice")
     num_missing = prod(shape) - sum(volume(box) for box in boxes)
     if num_missing:
         raise PlanError(f"{where}: {num_missing} elements would never be written")
@@ -216,9 +215,23 @@ def make_plan(
     source_shards, target_shards = dict(sources), dict(targets)
     parts = _collect_parts(source_shards, target_shards, gpus_per_node)
     receivers = _choose_receivers(parts, target_shards, gpus_per_node)
-    copies, node_queues, network_queues, relay_queues = _queue_parts(
-        parts, target_shards, receivers, gpus_per_node
-    )
+    copies: list[Copy] = []  # first those on a rank itself
+    # By target: parts from its node, from other nodes, and from a receiver on its node.
+    node_queues, network_queues, relay_queues = ([Queue() for _ in target_shards] for _ in range(3))
+    for position, (rank, shards) in enumerate(target_shards.items()):
+        target_parts = parts[id(shards)]
+        # Targets start at different layers, or all would wait for one source.
+        offset = position * len(target_parts) // len(target_shards)
+        for part in (*target_parts[offset:], *target_parts[:offset]):
+            receiver = receivers.get((rank // gpus_per_node, id(part)))
+            if rank in part.places:
+                copies.append(part.copy(rank, rank))
+            elif receiver is None:
+                node_queues[position].append((rank, part))
+            elif receiver == rank:
+                network_queues[position].append((rank, part))
+            else:
+                relay_queues[position].append((rank, part))
 
     def interleave(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
         return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
@@ -243,33 +256,6 @@ def make_plan(
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(receivers[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_shards, target_shards, formats or {}, gpus_per_node, tuple(relays))
-
-
-def _queue_parts(
-    parts: Mapping[int, Sequence[_Part]],
-    target_shards: Mapping[int, Shards],
-    receivers: Mapping[tuple[int, int], int],
-    gpus_per_node: int,
-) -> tuple[list[Copy], list[Queue], list[Queue], list[Queue]]:
-    """Return local copies, and each target's parts from its node, other nodes and relays.
-
-    Targets start at different layers, or all would wait for one source."""
-    copies: list[Copy] = []
-    node_queues, network_queues, relay_queues = ([Queue() for _ in target_shards] for _ in range(3))
-    for position, (rank, shards) in enumerate(target_shards.items()):
-        target_parts = parts[id(shards)]
-        offset = position * len(target_parts) // len(target_shards)
-        for part in (*target_parts[offset:], *target_parts[:offset]):
-            receiver = receivers.get((rank // gpus_per_node, id(part)))
-            if rank in part.places:
-                copies.append(part.copy(rank, rank))
-            elif receiver is None:
-                node_queues[position].append((rank, part))
-            elif receiver == rank:
-                network_queues[position].append((rank, part))
-            else:
-                relay_queues[position].append((rank, part))
-    return copies, node_queues, network_queues, relay_queues
 
 
 def _choose_receivers(
@@ -340,20 +326,14 @@ class Round:
     receives: dict[int, list[Copy]] = field(default_factory=lambda: defaultdict(list))
 
 
-class ScheduledPiece(NamedTuple):
-    round_number: int
-    piece: Copy
-    size: int
-    is_relay: bool
-
-
 def align(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[ScheduledPiece]:
-    """Yield every piece that is sent between ranks, in the same order on all ranks.
+def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[tuple[int, Copy, int, bool]]:
+    """Yield (round, piece, its staged bytes, is a relay) of every piece sent between ranks.
 
+    The order is the same on all ranks.
     In a round a rank stages at most `bucket_bytes` / 2 (at least one element) for sends, and for receives. A
     piece goes into the first round with room at both ends after their earlier pieces. There is no deadlock:
     ranks wait only for peers of the round, so the lowest unfinished one can finish."""
@@ -374,14 +354,11 @@ def schedule_pieces(plan: Plan, itemsize: int, bucket_bytes: int) -> Iterator[Sc
                 used_bytes = [nbytes if round_ == round_number else 0 for round_, nbytes in end_rounds]
                 if max(used_bytes) + size > limit:
                     round_number, used_bytes = round_number + 1, [0, 0]
-                last_rounds[source], last_rounds[target] = (
-                    (round_number, used_bytes[0] + size),
-                    (round_number, used_bytes[1] + size),
-                )
-                yield ScheduledPiece(round_number, piece, size, is_relay)
-        first_round = (
-            max((round_number for round_number, _ in last_rounds.values()), default=first_round - 1) + 1
-        )
+                last_rounds[source] = round_number, used_bytes[0] + size
+                last_rounds[target] = round_number, used_bytes[1] + size
+                yield round_number, piece, size, is_relay
+        last_round = max((round_ for round_, _ in last_rounds.values()), default=first_round - 1)
+        first_round = last_round + 1
 
 
 def build_rounds(plan: Plan, rank: int, itemsize: int, bucket_bytes: int) -> list[Round]:
@@ -427,9 +404,8 @@ def engine_ranks(config: Config, trainers: int) -> range:
         raise ConfigError(f"rollout.engine_tp: {tp} does not divide the {world} devices ({keys})")
     if first_rank % tp and not config.rollout.capabilities.remote:
         ranks = f"the {first_rank} training ranks, so an engine could span two nodes"
-        raise ConfigError(
-            f"rollout.engine_tp: {tp} does not divide {ranks} (change it or the number of training ranks)"
-        )
+        remedy = "change it or the number of training ranks"
+        raise ConfigError(f"rollout.engine_tp: {tp} does not divide {ranks} ({remedy})")
     return range(first_rank, first_rank + world)
 
 
@@ -511,11 +487,10 @@ def fp8_block(
                 scale_name = _scale_name(name)
                 target_shards[scale_name] = _build_scales(name, shard, shapes)
                 formats |= {name: FP8, scale_name: FP32}
+    for _, shards in sources:
+        sources_with_scales.setdefault(id(shards), {**shards, **scales})
     return (
-        [
-            (rank, sources_with_scales.setdefault(id(shards), {**shards, **scales}))
-            for rank, shards in sources
-        ],
+        [(rank, sources_with_scales[id(shards)]) for rank, shards in sources],
         [(rank, quantised_targets[id(shards)]) for rank, shards in targets],
         formats,
     )

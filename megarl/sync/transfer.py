@@ -124,7 +124,7 @@ class Transfer:
     Sources are converted or quantised before sending.
 
     bucket_bytes  limit of staging memory
-    dtype         of targets without a format. Default: that of this rank's targets
+    dtype         of targets without a format
     group         process group. With NCCL, all its ranks must have used it before. If targets are quantised
                   or checked, all its ranks must take part in the transfer
 
@@ -138,20 +138,15 @@ class Transfer:
         target_tensors: Mapping[str, Tensor],
         bucket_bytes: int,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
         staging: Staging | None = None,
     ) -> None:
-        if dtype is None:
-            dtypes = [tensor.dtype for name, tensor in target_tensors.items() if name not in plan.formats]
-            if not dtypes:
-                raise ValueError(f"rank {rank} has no target tensors: the dtype of the others' must be given")
-            dtype = dtypes[0]
         self._plan, self._rank, self._dtype, self._group = plan, rank, dtype, group
         tensors = (*source_tensors.values(), *target_tensors.values())
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._scales = BlockScales(plan, rank, self._device)
-        self._weights, self._targets = source_tensors, target_tensors
+        self._weights, self.targets = source_tensors, target_tensors
         self._sources: dict[str, Source] = {**source_tensors, **self._scales.tensors}
         self._check_tensors()
         self._local = [copy for copy in plan.copies if copy.src_rank == copy.dst_rank == rank]
@@ -167,7 +162,7 @@ class Transfer:
     def _check_tensors(self) -> None:
         sources, targets = (side.get(self._rank, {}) for side in (self._plan.sources, self._plan.targets))
         sources = {name: shard for name, shard in sources.items() if not name.endswith(SCALE_SUFFIX)}
-        writable: dict[str, Source] = {**self._targets}
+        writable: dict[str, Source] = {**self.targets}
         for role, tensors, shards in (("source", self._sources, sources), ("target", writable, targets)):
             for name, shard in shards.items():
                 where = f"rank {self._rank}: {role} tensor {name}"
@@ -179,12 +174,8 @@ class Transfer:
                     raise ValueError(f"{where} is {tensors[name].dtype}, not {dtype}")
 
     @property
-    def targets(self) -> Mapping[str, Tensor]:
-        return self._targets
-
-    @property
     def target_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._targets.values())
+        return sum(tensor.nbytes for tensor in self.targets.values())
 
     @torch.no_grad()
     def run(self) -> TransferStats:
@@ -218,17 +209,17 @@ class Transfer:
 
     def _bind(self) -> None:
         """Turn boxes into views, if a tensor has moved since the last run."""
-        tensors = (*self._weights.values(), *self._targets.values())
+        tensors = (*self._weights.values(), *self.targets.values())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         staging = self._staging.take()
         if addresses == self._addresses and staging is self._packed:
             return
         self._local_writes = _Writes()
         for copy in self._local:
-            self._add_write(self._local_writes, copy, view(self._targets[copy.dst_name], copy.dst_box))
+            self._add_write(self._local_writes, copy, view(self.targets[copy.dst_name], copy.dst_box))
         shards = self._plan.targets.get(self._rank, {})
         self._padding = [
-            view(self._targets[name], box) for name, shard in shards.items() for box in shard.padding
+            view(self.targets[name], box) for name, shard in shards.items() for box in shard.padding
         ]
         self._bound = [self._bind_round(round_, staging) for round_ in self._rounds]
         self._packed, self._addresses = staging, addresses
@@ -249,12 +240,10 @@ class Transfer:
                     packed_piece = staging[offset : offset + nbytes].view(dtype).view(shape)
                     if pieces_by_peer is round_.receives:
                         bound_round.unpack.copy(
-                            view(self._targets[piece.dst_name], piece.dst_box), packed_piece
+                            view(self.targets[piece.dst_name], piece.dst_box), packed_piece
                         )
                     elif round_.relays:  # the source is a target that an earlier round has filled
-                        bound_round.pack.copy(
-                            packed_piece, view(self._targets[piece.src_name], piece.src_box)
-                        )
+                        bound_round.pack.copy(packed_piece, view(self.targets[piece.src_name], piece.src_box))
                     else:
                         self._add_write(bound_round.pack, piece, packed_piece)
                     offset += align(nbytes)
@@ -304,7 +293,7 @@ class Transfer:
             box_pairs += [(box, box) for box in shard.padding]  # zeros have the hash 0
             for local_box, box in box_pairs:
                 difference[index_by_target[self._rank, name]] -= fingerprint(
-                    view(self._targets[name], local_box), box
+                    view(self.targets[name], local_box), box
                 )
         if dist.is_initialized():
             dist.all_reduce(difference, group=self._group)
@@ -312,10 +301,8 @@ class Transfer:
         mismatches = [names[position] for position in difference.nonzero().flatten().tolist()]
         if mismatches:
             examples = ", ".join(f"{name} of rank {rank}" for rank, name in mismatches[:3])
-            ellipsis = ", ..." if mismatches[3:] else ""
-            problem = (
-                f"fingerprints of {len(mismatches)} engine tensors are not the actor's: {examples}{ellipsis}"
-            )
+            examples += ", ..." if mismatches[3:] else ""
+            problem = f"fingerprints of {len(mismatches)} engine tensors are not the actor's: {examples}"
             raise TransferError(f"weight transfer: {problem}")
 
 

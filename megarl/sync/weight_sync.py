@@ -88,7 +88,7 @@ class WeightSync:
     def sync(self, version: int) -> TransferStats:
         """Write the actor's weights into all engines, as `version`."""
         self.failures, self.version = 0, version
-        failures, stats = self._update(self._guard(), self.runtime.job)
+        failures, stats = self._update(_Guard(active=self.engine is not None), self.runtime.job)
         self._recover(failures, self.runtime.job)
         return stats
 
@@ -120,12 +120,9 @@ class WeightSync:
         events, self._events = self._events, []
         return events
 
-    def _guard(self) -> _Guard:
-        return _Guard(active=self.engine is not None)
-
     def _call_all(self, call: Callable[[UpdatableEngine], None]) -> None:
-        guard = self._guard()
         ranks, engine = self.runtime.job, self.engine
+        guard = _Guard(active=engine is not None)
         self._await_ready(guard, ranks)
         if engine is not None:
             guard(call, engine)

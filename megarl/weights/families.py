@@ -5,7 +5,7 @@ Imports without torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -81,24 +81,24 @@ class Sizes:
         head_dim = get("head_dim", hidden // heads)
         if heads % kv_heads:
             raise _bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
-        family = FAMILIES.get(str(hf_config.get("model_type")))
-        is_moe = family is not None and family.is_moe
+        # An unknown family's sizes are those of a dense model.
+        family = FAMILIES.get(str(hf_config.get("model_type")), FAMILIES["llama"])
+        is_moe = family.is_moe
         experts_key = next((key for key in EXPERT_KEYS if hf_config.get(key) is not None), EXPERT_KEYS[0])
         shared_ffn = 0
-        if family is not None and family.has("shared_experts.gate_weight"):
+        if family.has("shared_experts.gate_weight"):
             shared_ffn = get("shared_expert_intermediate_size")
-        elif family is not None and family.has("shared_experts.linear_fc1.weight"):
+        elif family.has("shared_experts.linear_fc1.weight"):
             shared_ffn = get("n_shared_experts") * get("moe_intermediate_size")
-        has_dense_layers = family is not None and any(pair.kind == "dense" for pair in family.layer)
+        has_dense_layers = any(pair.kind == "dense" for pair in family.layer)
         layers = get("num_hidden_layers", most=MAX_LAYERS)
         attention_sizes: dict[str, Any] = {"out": heads * head_dim}
-        if family is not None and family.is_latent:
+        if family.is_latent:
             head_dim, attention_sizes = _get_latent_sizes(hf_config, heads)
-        linear_sizes = _get_linear_sizes(hf_config, layers) if family is not None and family.is_linear else {}
+        linear_sizes = _get_linear_sizes(hf_config, layers) if family.is_linear else {}
         # Qwen3.5's mixtures have no intermediate_size.
-        ffn = get(
-            "intermediate_size", get("moe_intermediate_size") if is_moe and not has_dense_layers else None
-        )
+        default_ffn = get("moe_intermediate_size") if is_moe and not has_dense_layers else None
+        ffn = get("intermediate_size", default_ffn)
         return Sizes(
             layers=layers,
             hidden=hidden,
@@ -134,9 +134,6 @@ class Sizes:
     @property
     def is_uniform(self) -> bool:
         return not self.dense and not self.linear
-
-    def count(self, pair: Pair, layers: Collection[int]) -> int:
-        return len(layers) if self.is_uniform else sum(self.has(pair, layer) for layer in layers)
 
 
 def _get_size(
@@ -302,9 +299,7 @@ EXPERTS = (
 )
 GATED_SHARED_EXPERT = (
     *_describe_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
-    *_layer(
-        ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden"),
-    ),
+    *_layer(("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight: one hidden")),
 )
 # Selects experts without weighting them. Never trained.
 (EXPERT_BIAS,) = _replace_each(
@@ -411,16 +406,12 @@ def adapters(pair: Pair, lora: LoraConfig) -> tuple[Pair, ...]:
         (rows, columns), stem = dims.split(), name.removesuffix("weight")
         adapter_name = f"{pair.megatron.removesuffix('weight')}lora.{module}"
         is_row_parallel = pair.operation == "row"
+        a_operation: Operation = "row" if is_row_parallel else "replicated"
+        b_operation: Operation = "replicated" if is_row_parallel else pair.operation
         a = (stem + "lora_A.weight", f"rank {columns}")
         b = (stem + "lora_B.weight", f"{rows} rank")
-        adapter_pairs.append(
-            Pair(f"{adapter_name}_a", "row" if is_row_parallel else "replicated", (a,), kind=pair.kind)
-        )
-        adapter_pairs.append(
-            Pair(
-                f"{adapter_name}_b", "replicated" if is_row_parallel else pair.operation, (b,), kind=pair.kind
-            )
-        )
+        adapter_pairs.append(Pair(f"{adapter_name}_a", a_operation, (a,), kind=pair.kind))
+        adapter_pairs.append(Pair(f"{adapter_name}_b", b_operation, (b,), kind=pair.kind))
     return tuple(adapter_pairs)
 
 
@@ -631,10 +622,8 @@ def _check_description(hf_config: Mapping[str, Any]) -> None:
         raise _bad("head_dim", f"must be even for rotary embeddings (got {sizes.head_dim})")
     if (quantization := hf_config.get("quantization_config")) is not None:
         quant_method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        remedy = "convert its weights to bf16, and remove the key"
-        raise _bad(
-            "quantization_config", f"a quantised folder ({_short(quant_method)}) is not read ({remedy})"
-        )
+        what = f"a quantised folder ({_short(quant_method)}) is not read"
+        raise _bad("quantization_config", f"{what} (convert its weights to bf16, and remove the key)")
     pad = hf_config.get("pad_token_id")
     if isinstance(pad, int) and not -sizes.vocab <= pad < sizes.vocab:
         raise _bad("pad_token_id", f"is outside the vocabulary of {sizes.vocab} (got {_short(pad)})")
@@ -671,11 +660,8 @@ def _find_linear_layers(hf_config: Mapping[str, Any], layers: int, interval: int
     layer_types, known_types = hf_config.get("layer_types"), ("full_attention", "linear_attention")
     if layer_types is None:
         layer_types = [known_types[(layer + 1) % interval > 0] for layer in range(layers)]
-    if not (
-        isinstance(layer_types, list)
-        and len(layer_types) == layers
-        and all(layer_type in known_types for layer_type in layer_types)
-    ):
+    is_list = isinstance(layer_types, list) and len(layer_types) == layers
+    if not (is_list and all(layer_type in known_types for layer_type in layer_types)):
         what = f"must be a list of {layers}, each of them {known_types[0]} or {known_types[1]}"
         raise _bad("layer_types", f"{what} (got {_short(layer_types)})")
     return frozenset(layer for layer, layer_type in enumerate(layer_types) if layer_type == known_types[1])
@@ -694,11 +680,8 @@ def _check_partial_rotary(family: Family, sizes: Sizes, place: str, keys: Mappin
 
 
 def _check_latent(hf_config: Mapping[str, Any], sizes: Sizes) -> None:
-    rope_dim, head_dim, value_dim = (
-        sizes.latent - sizes.kv_rank,
-        hf_config.get("head_dim"),
-        sizes.out // sizes.heads,
-    )
+    rope_dim, value_dim = sizes.latent - sizes.kv_rank, sizes.out // sizes.heads
+    head_dim = hf_config.get("head_dim")
     if rope_dim % 2:
         raise _bad("qk_rope_head_dim", f"must be even for rotary embeddings (got {rope_dim})")
     if head_dim not in (None, rope_dim):

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from math import pi, prod
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -168,9 +168,8 @@ class GGUFFile(ModelFolder):
             values = self._gguf.dequantize(data, tensor.kind)[rows.numpy()]
         else:
             values = self._gguf.dequantize(data[rows.numpy()], tensor.kind)
-        return (
-            torch.from_numpy(values).float()[(slice(None), *(slice(*side) for side in box[1:]))].contiguous()
-        )
+        trailing = (slice(*bounds) for bounds in box[1:])
+        return torch.from_numpy(values).float()[(slice(None), *trailing)].contiguous()
 
     def _open(self) -> Header:
         if not self.path.is_file():
@@ -190,23 +189,20 @@ class GGUFFile(ModelFolder):
     def _known_architecture(self) -> str:
         """Return the architecture, or raise CheckpointError if unsupported."""
         architecture = self._value("general.architecture")
+        scaling_key = f"{architecture}.rope.scaling.type"
+        window_key = f"{architecture}.attention.sliding_window"
         if architecture not in INTERLEAVED:
-            known = ", ".join(INTERLEAVED)
-            raise CheckpointError(
-                f"{self.path}: general.architecture: {architecture!r} is not read (known: {known})"
-            )
-        if self._value("split.count", 1) > 1:
+            problem = f"general.architecture: {architecture!r} is not read (known: {', '.join(INTERLEAVED)})"
+        elif self._value("split.count", 1) > 1:
             remedy = "join its parts with llama-gguf-split --merge"
-            raise CheckpointError(f"{self.path}: split.count: is one of several parts ({remedy})")
-        rope_scaling = self._value(f"{architecture}.rope.scaling.type", "none")
-        if rope_scaling != "none":
-            where = f"{self.path}: {architecture}.rope.scaling.type"
-            raise CheckpointError(f"{where}: {rope_scaling!r} is not read (only files without it)")
-        window = self._value(f"{architecture}.attention.sliding_window", 0)
-        if window:
-            where = f"{self.path}: {architecture}.attention.sliding_window"
-            raise CheckpointError(f"{where}: {window} is not supported (only full attention is)")
-        return architecture
+            problem = f"split.count: is one of several parts ({remedy})"
+        elif (scaling := self._value(scaling_key, "none")) != "none":
+            problem = f"{scaling_key}: {scaling!r} is not read (only files without it)"
+        elif window := self._value(window_key, 0):
+            problem = f"{window_key}: {window} is not supported (only full attention is)"
+        else:
+            return str(architecture)
+        raise CheckpointError(f"{self.path}: {problem}")
 
     def _read_config(self) -> dict[str, Any]:
         """Correct and check transformers' config."""
@@ -241,35 +237,28 @@ class GGUFFile(ModelFolder):
         """Return llama3's rope parameters, which transformers ignores, if the file has factors.
 
         These must be Llama 3.1's."""
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         factors = self._header.tensors.get(ROPE_FACTORS)
         if factors is None:
             return None
         divisors = torch.tensor(self._gguf.dequantize(factors.data, factors.kind)).float()
-        low, high, positions = 1.0, 4.0, 8192
-        rope = dict(config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)})
-        wavelength = 2 * pi * rope["rope_theta"] ** (torch.arange(len(divisors)) / len(divisors))
-        factor = float(divisors.max())
-        smooth = (positions / wavelength - low) / (high - low)
-        expected_divisors = torch.where(
-            wavelength < positions / high,
-            torch.ones_like(divisors),
-            torch.where(
-                wavelength > positions / low,
-                torch.full_like(divisors, factor),
-                1 / ((1 - smooth) / factor + smooth),
-            ),
-        )
-        if not torch.allclose(divisors, expected_divisors, rtol=1e-4):
+        rope: dict[str, Any] = {
+            **(config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}),
+            "rope_type": "llama3",
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        llama = LlamaConfig(head_dim=2 * len(divisors), rope_parameters=dict(rope))
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](llama, torch.device("cpu"))
+        unscaled_frequencies = rope["rope_theta"] ** -(torch.arange(len(divisors)) / len(divisors))
+        if not torch.allclose(divisors, unscaled_frequencies / frequencies, rtol=1e-4):
             problem = "are not those of llama3's rope scaling (only these are read)"
             raise tensor_error(self.path, ROPE_FACTORS, problem)
-        return {
-            **rope,
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": low,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": positions,
-        }
+        return rope
 
     def _check_tensors(self, layers: int) -> dict[str, tuple[str, int | None]]:
         """Return (stored name, expert) by tensor."""
@@ -299,10 +288,8 @@ class GGUFFile(ModelFolder):
             try:
                 self._gguf.dequantize(first_row, tensor.kind)
             except NotImplementedError:
-                quantization = tensor.kind.name
-                raise tensor_error(
-                    self.path, tensor.name, f"quantisation {quantization} is not read"
-                ) from None
+                problem = f"quantisation {tensor.kind.name} is not read"
+                raise tensor_error(self.path, tensor.name, problem) from None
         return names
 
     def save_tokenizer(self, folder: Path) -> None:

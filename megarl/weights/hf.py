@@ -19,13 +19,7 @@ from megarl.config.files import open_regular, read_json
 from megarl.weights.boxes import Box, full_box, pack, view
 from megarl.weights.families import EMBEDDING, OUTPUT, Shape, get_family, is_tied, read_config
 from megarl.weights.shards import Shards, hf_shapes
-from megarl.weights.tensor_files import (
-    FileTensor,
-    as_bytes,
-    blocks,
-    tensor_error,
-    write_json,
-)
+from megarl.weights.tensor_files import FileTensor, as_bytes, blocks, tensor_error, write_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -139,8 +133,8 @@ class HFFolder(ModelFolder):
         listed_names = {*weight_map, *self.shapes}
         unlisted_entries = {
             name: entry
-            for file in headers.values()
-            for name, entry in file.items()
+            for header in headers.values()
+            for name, entry in header.items()
             if name not in listed_names
         }
         return unlisted_entries | {name: headers[file][name] for name, file in weight_map.items()}
@@ -167,9 +161,8 @@ class HFFolder(ModelFolder):
                 raise tensor_error(entry.path, name, problem)
         for name, entry in self._entries.items():
             if name not in self.shapes and not (HARMLESS.fullmatch(name) or self._is_extra_layer(name)):
-                raise tensor_error(
-                    entry.path, name, f"a {self.config['model_type']} model has no such tensor"
-                )
+                problem = f"a {self.config['model_type']} model has no such tensor"
+                raise tensor_error(entry.path, name, problem)
         if stores_tied_output:
             self._check_tied()
         if critic and SCORE_BIAS in self._entries and self.read(SCORE_BIAS, ((0, 1),)).count_nonzero():
@@ -201,9 +194,9 @@ def _unstack(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
         experts, rows, columns = entry.shape[0], entry.shape[1] // len(parts), entry.shape[2]
         size = rows * columns * DTYPES.get(entry.dtype, torch.float32).itemsize
         for slice_index, (expert, part) in enumerate(product(range(experts), parts)):
-            unstacked[f"{stack_match[1]}.{expert}.{part}.weight"] = entry._replace(
-                offset=entry.offset + slice_index * size, shape=(rows, columns)
-            )
+            offset = entry.offset + slice_index * size
+            part_entry = entry._replace(offset=offset, shape=(rows, columns))
+            unstacked[f"{stack_match[1]}.{expert}.{part}.weight"] = part_entry
     return unstacked
 
 

@@ -106,17 +106,13 @@ class _History(pickle.Unpickler):
         allowed: dict[str, Any] = {
             "collections.OrderedDict": OrderedDict,
             "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
-            "torch.storage._load_from_bytes": _load_storage,
+            "torch.storage._load_from_bytes": lambda data: torch.load(BytesIO(data), weights_only=True),
             "megatron.core.extensions.transformer_engine.TEDelayedScaling": _Recipe,
             **{f"transformer_engine.common.recipe.{part}": _Recipe for part in RECIPE},
         }
         if f"{module}.{name}" not in allowed:
             raise pickle.UnpicklingError(f"{module}.{name} has no business there")
         return allowed[f"{module}.{name}"]
-
-
-def _load_storage(data: bytes) -> Any:
-    return torch.load(BytesIO(data), weights_only=True)
 
 
 @contextmanager

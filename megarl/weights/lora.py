@@ -103,13 +103,9 @@ def merged(
         for region in shard.regions:
             adapter_name = f"{name.removesuffix('weight')}lora.{region.hf_name.split('.')[-2]}"
             if f"{adapter_name}_a" in adapter_shards:
-                parts.append(
-                    (
-                        region.local_box,
-                        slice_adapter(f"{adapter_name}_a", region, 1),
-                        slice_adapter(f"{adapter_name}_b", region, 0),
-                    )
-                )
+                a = slice_adapter(f"{adapter_name}_a", region, 1)
+                b = slice_adapter(f"{adapter_name}_b", region, 0)
+                parts.append((region.local_box, a, b))
         if parts:
             sources[name] = Merged(named_tensors[name], parts, lora.scale)
     return sources

@@ -197,18 +197,14 @@ class MegatronFolder(ModelFolder):
             shape, stored_shape = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
             is_valid = stored_shape == shape
             if pair.operation == "vocabulary":  # padding depends on tp
-                is_valid = (
-                    len(stored_shape) == 2 and stored_shape[0] >= shape[0] and stored_shape[1:] == shape[1:]
-                )
+                is_valid = stored_shape[:1] >= shape[:1] and stored_shape[1:] == shape[1:]
             if not is_valid:
-                raise tensor_error(
-                    metadata_path, key, f"shape {stored_shape}, but config.json asks for {shape}"
-                )
+                problem = f"shape {stored_shape}, but config.json asks for {shape}"
+                raise tensor_error(metadata_path, key, problem)
         for key in self._keys:
             if key.startswith(MODEL_KEYS) and key not in known_keys:
-                raise tensor_error(
-                    metadata_path, key, f"a {self.config['model_type']} model has no such tensor"
-                )
+                problem = f"a {self.config['model_type']} model has no such tensor"
+                raise tensor_error(metadata_path, key, problem)
         return pairs
 
     def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
@@ -217,9 +213,8 @@ class MegatronFolder(ModelFolder):
         leading_shape = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         boxes_by_position: dict[Shape, list[Box]] = defaultdict(list)
         for chunk in self._keys[key].chunks:
-            box = tuple(
-                (offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
+            starts_and_sizes = zip(chunk.offsets, chunk.sizes, strict=True)
+            box = tuple((start, start + size) for start, size in starts_and_sizes)
             for position in product(*(range(*bounds) for bounds in box[: len(leading_shape)])):
                 boxes_by_position[position].append(box)
         for position in product(*map(range, leading_shape)):
@@ -237,9 +232,8 @@ class MegatronFolder(ModelFolder):
                         self._pieces[region.hf_name].append(_Piece(index, src, dst))
                         covered_size += volume(dst)
                 if covered_size != region_size:
-                    problem = (
-                        f"the chunks hold {covered_size} of the {region_size} numbers of {region.hf_name}"
-                    )
+                    share = f"{covered_size} of the {region_size} numbers"
+                    problem = f"the chunks hold {share} of {region.hf_name}"
                     raise tensor_error(self.path / METADATA, key, problem)
 
     def _check_files(self) -> None:
@@ -426,13 +420,9 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
     aliases: dict[str, tuple[str, ...]] = {}
     sizes = Sizes.from_config(model.config)
     if sizes.experts:
-        mixtures = dict.fromkeys(_get_key_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
-        possible_keys = [
-            list_keys(pair, layer) for pair in get_family(model.config).layer for layer in mixtures
-        ]
-        aliases = {
-            names[0]: names for names in possible_keys if names[-1].endswith("pre_mlp_layernorm.weight")
-        }
+        layers = dict.fromkeys(_get_key_layer(sizes, layer) for layer in range(sizes.dense, sizes.layers))
+        keys = [list_keys(pair, layer) for pair in get_family(model.config).layer for layer in layers]
+        aliases = {names[0]: names for names in keys if names[-1].endswith("pre_mlp_layernorm.weight")}
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     results = []
     for chunk, storage in records:
@@ -442,9 +432,8 @@ def write_metadata(folder: Path, records: Records, model: HFFolder) -> None:
                 entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(chunk.size), [])
             chunk_metadata = dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.extents))
             cast(dcp.TensorStorageMetadata, entries[key]).chunks.append(chunk_metadata)
-            results.append(
-                WriteResult(dcp.MetadataIndex(key, chunk_metadata.offsets), storage.length, storage)
-            )
+            index = dcp.MetadataIndex(key, chunk_metadata.offsets)
+            results.append(WriteResult(index, storage.length, storage))
     save([None], folder / EXTRA)
     empty_state = _StorageInfo(EXTRA, 0, (folder / EXTRA).stat().st_size)
     for key in _list_extra_states(model.config):
@@ -577,9 +566,8 @@ def megatron_to_hf(
     dtypes = {name: model.dtype(name) if dtype is None else dtype for name in model.shapes}
     distinct_dtypes = {tensor_dtype for name, tensor_dtype in dtypes.items() if name not in float32_names}
     dtypes |= {name: model.dtype(name) for name in float32_names}
-    config = export_config(
-        model.config, model.critic, distinct_dtypes.pop() if len(distinct_dtypes) == 1 else None
-    )
+    common_dtype = distinct_dtypes.pop() if len(distinct_dtypes) == 1 else None
+    config = export_config(model.config, model.critic, common_dtype)
     architectures = model.config.get("architectures", [""])
     if model.critic and architectures[0].endswith("Classification"):
         config = {**model.config, **{key: config[key] for key in ("dtype", "torch_dtype") if key in config}}

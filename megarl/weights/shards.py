@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import gcd
 from typing import Any, NamedTuple
 
 from megarl.config.errors import ConfigError
@@ -91,6 +92,10 @@ def _concatenate(parts: Sequence[_Part], shape: Shape, axis: int = 0) -> Shard:
     return Shard((*shape[:axis], offset, *shape[axis + 1 :]), tuple(regions), tuple(padding))
 
 
+def _list_divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vpp: int = 1) -> None:
     """Raise ConfigError if `parallel` cannot divide the model."""
     is_moe = get_family(hf_config).is_moe
@@ -112,12 +117,7 @@ def check_layout(hf_config: Mapping[str, Any], tp: int, pp: int, ep: int = 1, vp
     for key, size, numbers in keys:
         for what, number in numbers.items():
             if number % size:
-                divisors = [
-                    n
-                    for n in range(1, number + 1)
-                    if not any(other_number % n for other_number in numbers.values())
-                ]
-                possible = f"possible: {', '.join(map(str, divisors))}"
+                possible = f"possible: {_list_divisors(gcd(*numbers.values()))}"
                 problem = f"{size} does not divide the model's {number} {what} ({possible})"
                 raise ConfigError(f"parallel.{key}: {problem}")
     if ep > 1 and not is_moe:
@@ -168,9 +168,8 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
         return
     heads = Sizes.from_config(hf_config).key_heads // config.parallel.tp
     if heads % config.parallel.cp:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        what = f"does not divide the {heads} key heads of linear attention on a rank (possible: {divisors})"
-        raise ConfigError(f"parallel.cp: {config.parallel.cp} {what}")
+        what = f"does not divide the {heads} key heads of linear attention on a rank"
+        raise ConfigError(f"parallel.cp: {config.parallel.cp} {what} (possible: {_list_divisors(heads)})")
     unsupported_settings = {
         "model.layers: te": (config.model.layers == "te", "set it to portable"),
         "model.fp8.format": (config.model.fp8.format != "none", "set it to none"),
@@ -179,9 +178,10 @@ def check_linear(hf_config: Mapping[str, Any], config: Config) -> None:
         "update.share_prompts": (config.update.share_prompts, "set it to false"),
         "rollout.weights_dtype": (config.rollout.weights_dtype != "model", "set it to model"),
     }
-    for key in (key for key, (is_set, _) in unsupported_settings.items() if is_set):
-        what = f"is not supported for linear attention, which {hf_config.get('model_type')} has"
-        raise ConfigError(f"{key}: {what} ({unsupported_settings[key][1]})")
+    for key, (is_set, remedy) in unsupported_settings.items():
+        if is_set:
+            what = f"is not supported for linear attention, which {hf_config.get('model_type')} has"
+            raise ConfigError(f"{key}: {what} ({remedy})")
     if config.rollout.capabilities.sharded:
         full_attention_interval(hf_config)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megarl.config.errors import CheckpointError, MegarlError
 from megarl.config.files import fsync, is_inside
-from megarl.parallel.comm import gather_over
+from megarl.parallel.comm import gather_objects
 from megarl.weights.boxes import Box, full_box
 from megarl.weights.families import Shape
 
@@ -143,7 +143,7 @@ class Processes:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         is_distributed = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
-        self._group = group
+        self.cpu_group: Any = dist.group.WORLD if group is None else group
         self.folder: Path | None = None  # for errors without a file
 
     def run(self, action: Callable[[], T]) -> T:
@@ -164,7 +164,7 @@ class Processes:
         self.run(action if self.rank == 0 else lambda: None)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        return [value] if self.world == 1 else gather_over(self._group, value, kind)
+        return [value] if self.world == 1 else gather_objects(self, value, kind)
 
 
 @contextmanager

@@ -85,14 +85,14 @@ def alone(rank: int, world: int) -> Iterator[None]:
     def again(value: Any, kind: Any) -> Any:
         return decode(encode(value), kind, "this rank")
 
-    def gathered(group: Any, value: Any, kind: Any) -> list[Any]:
-        return [again(value, kind) for _ in range(dist.get_world_size(group))]
+    def gathered(ranks: Any, value: Any, kind: Any) -> list[Any]:
+        return [again(value, kind) for _ in range(dist.get_world_size(ranks.cpu_group))]
 
     def on_0(ranks: Any, value: Any, kind: Any) -> list[Any] | None:
         return [again(value, kind)] * ranks.world if ranks.rank == 0 else None
 
     answers = {
-        "gather_over": gathered,
+        "gather_objects": gathered,
         "gather_to_rank_0": on_0,
         "broadcast_from_rank_0": lambda ranks, value, kind: value,
         "any_flags": lambda ranks, flags: list(flags),

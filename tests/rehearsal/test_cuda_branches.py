@@ -262,7 +262,7 @@ def test_a_transfer_ends_when_the_device_has(calls: list[Any]) -> None:
     shards = [(0, {"w": Shard((4,), (Region("w", box, box),))})]
     plan = make_plan(shards, shards, formats={}, gpus_per_node=8)
     source, target = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
-    moved = transfer.Transfer(plan, 0, source, target, 1024)
+    moved = transfer.Transfer(plan, 0, source, target, 1024, dtype=torch.float32)
     moved.run()  # allocates buffers on the tensors' device, the CPU
     moved._device = CUDA
     moved.run()

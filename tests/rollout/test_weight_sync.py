@@ -143,9 +143,7 @@ def test_an_engine_that_has_its_frozen_weights_gets_the_others(
 ) -> None:
     """Frozen tensors have separate buckets, fused ones and scales too. A sleep or failure resends all."""
     ran: list[str] = []
-    monkeypatch.setattr(
-        Transfer, "run", lambda self: ran.extend(self._targets) or TransferStats(0, 0, 0, 0.0)
-    )
+    monkeypatch.setattr(Transfer, "run", lambda self: ran.extend(self.targets) or TransferStats(0, 0, 0, 0.0))
     monkeypatch.setattr(SharedMemoryBackend, "handle", lambda self, bucket: b"")
     overrides = (f"rollout.weights_dtype={weights}", "actor.frozen=attention", "actor.frozen_layers=3")
     made = weight_sync_of(0, 2, 1, 1, 2, *overrides)

@@ -115,7 +115,7 @@ def test_any_element_counts(where: str) -> None:
     plan = make_plan(layout, [(0, sglang_shards(CONFIG, 1, 0))])
     weights = sliced(layout[0][1], whole_model(CONFIG))
     out = {name: torch.ones(shard.shape) for name, shard in plan.targets[0].items()}
-    transfer = Transfer(plan, 0, weights, out, 1)
+    transfer = Transfer(plan, 0, weights, out, 1, dtype=torch.float32)
     transfer.run()
     transfer.check()
     name = "model.embed_tokens.weight"

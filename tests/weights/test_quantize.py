@@ -121,7 +121,7 @@ def test_bf16_weights_and_published_names() -> None:
         n: torch.zeros(s.shape, dtype=dtypes[formats[n]] if n in formats else torch.bfloat16)
         for n, s in plan.targets[0].items()
     }
-    transfer = Transfer(plan, 0, weights, out, 1)
+    transfer = Transfer(plan, 0, weights, out, 1, dtype=torch.bfloat16)
     stats = transfer.run()
     transfer.check()
     assert stats.bytes_local == sum(tensor.nbytes for tensor in out.values())
@@ -212,7 +212,7 @@ def test_merged_weights_are_those_of_their_products() -> None:
         dtypes = {name: FORMAT_DTYPES[kind] for name, kind in plan.formats.items()}
         shapes = {name: shard.shape for name, shard in plan.targets[0].items()}
         out = {n: torch.zeros(shape, dtype=dtypes.get(n, torch.bfloat16)) for n, shape in shapes.items()}
-        transfer = Transfer(plan, 0, sources, out, 1)
+        transfer = Transfer(plan, 0, sources, out, 1, dtype=torch.bfloat16)
         transfer.run()
         transfer.check()
         return out

@@ -122,7 +122,8 @@ def test_one_rank_needs_no_process_group(
     layout = megatron_layout(config, Layout())
     held = loaded(layout, HFFolder(write_folder(tmp_path_factory.mktemp("hf"), config, hf)))[0]
     targets = {name: torch.full_like(tensor, torch.nan) for name, tensor in hf.items()}
-    stats = Transfer(make_plan(layout, [(0, hf_shards(config))]), 0, held, targets, 1).run()
+    plan = make_plan(layout, [(0, hf_shards(config))])
+    stats = Transfer(plan, 0, held, targets, 1, dtype=torch.float32).run()
     assert all(torch.equal(targets[name], hf[name]) for name in hf)
     size = sum(tensor.nbytes for tensor in hf.values())
     assert (stats.bytes_sent, stats.bytes_received, stats.bytes_local) == (0, 0, size)
@@ -138,7 +139,7 @@ def one_tensor(padding: bool = False) -> Plan:
 def test_padding_of_a_target_becomes_zero() -> None:
     plan, target = one_tensor(padding=True), torch.full((6, 3), torch.nan)
     plan.verify()
-    Transfer(plan, 0, {"a": torch.ones(4, 3)}, {"b": target}, 100).run()
+    Transfer(plan, 0, {"a": torch.ones(4, 3)}, {"b": target}, 100, dtype=torch.float32).run()
     assert torch.equal(target, torch.tensor([1.0] * 4 + [0.0] * 2)[:, None].expand(6, 3))
 
 
@@ -151,10 +152,10 @@ def test_tensors_that_are_not_the_plans_are_refused_before_anything_is_sent() ->
             {"b": torch.ones(3, 4)},
             r"target tensor b: the plan expects \(4, 3\), there is \(3, 4\)",
         ),
-        ({"a": good}, {}, "the dtype of the others' must be given"),
+        ({"a": good}, {}, "target tensor b: .* there is nothing"),
     ):
         with pytest.raises(ValueError, match=message):
-            Transfer(plan, 0, source, target, 100)
+            Transfer(plan, 0, source, target, 100, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"target tensor b is torch.float32, not torch.bfloat16"):
         Transfer(plan, 0, {"a": good}, {"b": good.clone()}, 100, dtype=torch.bfloat16)
 
@@ -162,7 +163,8 @@ def test_tensors_that_are_not_the_plans_are_refused_before_anything_is_sent() ->
 def test_memory_that_is_given_back_is_taken_again() -> None:
     source, target = torch.ones(4, 3), torch.zeros(4, 3)
     staging = Staging(source.device)
-    moving = Transfer(one_tensor(), 0, {"a": source}, {"b": target}, 100, staging=staging)
+    tensors = {"a": source}, {"b": target}
+    moving = Transfer(one_tensor(), 0, *tensors, 100, dtype=torch.float32, staging=staging)
     moving.run()
     staging.release()
     source.fill_(5.0)
@@ -177,7 +179,8 @@ def test_the_demos_transfer_takes_a_few_milliseconds(tmp_path: Path) -> None:
     layout = megatron_layout(folder.config, Layout())
     shards = hf_shards(folder.config)
     targets = {name: torch.zeros(shard.shape) for name, shard in shards.items()}
-    moving = Transfer(make_plan(layout, [(0, shards)]), 0, loaded(layout, folder)[0], targets, 1 << 20)
+    plan, held = make_plan(layout, [(0, shards)]), loaded(layout, folder)[0]
+    moving = Transfer(plan, 0, held, targets, 1 << 20, dtype=torch.float32)
     best = min(moving.run().seconds for _ in range(20))
     started = time.process_time()
     moving.run()

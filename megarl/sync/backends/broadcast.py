@@ -29,6 +29,7 @@ class BroadcastBackend(ServersBackend):
     def __init__(self, config: Config, rank: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, rank, device, dtype)
         self._groups: dict[str, _Group] = {}  # by URL
+        self._timeout = config.rollout.engine_timeout
 
     def begin(self) -> None:
         super().begin()
@@ -42,10 +43,6 @@ class BroadcastBackend(ServersBackend):
             {url: self._groups[url].arguments for url in new},
             lambda group: group.connect(),
         )
-
-    @property
-    def _timeout(self) -> float:
-        return self.config.rollout.engine_timeout
 
     def send_bucket(self, bucket: int, version: int) -> None:
         # Large elements first, so that each tensor is aligned to its dtype.
@@ -175,9 +172,8 @@ class _Group:
 def find_address(url: str) -> tuple[socket.AddressFamily, str]:
     """Return this machine's address on the way to a server."""
     parts = urlsplit(url)
-    family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[
-        0
-    ]
+    addresses = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = addresses[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
         return family, str(probe.getsockname()[0])

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.sync import delta
@@ -38,7 +37,8 @@ class DeltaBackend(ServersBackend):
     def send_bucket(self, bucket: int, version: int) -> None:
         changes: dict[str, delta.Change | None] = {}
         for name, tensor in self.buckets[bucket].items():
-            new = _read_bytes(tensor)
+            host = tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
+            new: delta.Bytes = host.numpy()
             old = self._sent.tensors.get(name)
             if old is None or new.size != old.size:
                 changes[name] = delta.Change("full", b"")
@@ -115,10 +115,3 @@ class DeltaBackend(ServersBackend):
             if reports != [expected] * len(ranks):
                 bad[url] = next((report for report in reports if report != expected), "no report")
         return bad
-
-
-def _read_bytes(tensor: Tensor) -> delta.Bytes:
-    """Copy a tensor to the host, uint8 [bytes]."""
-    host = tensor.detach().to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
-    array: delta.Bytes = host.numpy()
-    return array

@@ -90,19 +90,14 @@ class ServersBackend(WeightBackend[ServersEngine]):
 
     def load(self, path: str, body_by_url: Mapping[str, Mapping[str, Any]], version: int | None) -> None:
         """Post a bucket. Servers that do not load it are left out. version: only with the last bucket"""
-        posts = self.engine.post(path, self.add_options(body_by_url, version))
+        options = self.engine.update_options(version)
+        # Servers with the same body keep sharing one object, so that it is encoded once.
+        bodies = {id(body): {**body, **options} for body in body_by_url.values()}
+        posts = self.engine.post(path, {url: bodies[id(body)] for url, body in body_by_url.items()})
         wait(posts.values())
         for url, future in posts.items():
             if error := future.exception():
                 self.engine.leave_out(url, str(error))
-
-    def add_options(
-        self, body_by_url: Mapping[str, Mapping[str, Any]], version: int | None
-    ) -> dict[str, Mapping[str, Any]]:
-        options = self.engine.update_options(version)
-        # Servers with the same body keep sharing one object, so that it is encoded once.
-        complete = {id(body): {**body, **options} for body in body_by_url.values()}
-        return {url: complete[id(body)] for url, body in body_by_url.items()}
 
     def finish(self, version: int) -> None:
         if self.config.rollout.fingerprint:
