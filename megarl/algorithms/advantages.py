@@ -50,7 +50,6 @@ class CentredRewards(NamedTuple):
 
 
 def centre_by_group(r: Responses) -> CentredRewards:
-    """Subtract each group's mean."""
     group: Tensor
     sizes: Tensor
     _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
@@ -60,19 +59,14 @@ def centre_by_group(r: Responses) -> CentredRewards:
 
 
 def group_advantages(r: Responses) -> Tensor:
-    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n], at least float32.
+    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), float64 [n].
 
     std has the divisor n - 1. Groups of one response, or of equal rewards, get 0.
     """
     centred, group, sizes = centre_by_group(r)
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
     variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
-    return as_advantages(centred / (variance.sqrt() + 1e-6)[group], r.rewards)
-
-
-def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
-    """Convert to the dtype of the rewards, at least float32."""
-    return exact.to(torch.promote_types(rewards.dtype, torch.float32))
+    return centred / (variance.sqrt() + 1e-6)[group]
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:

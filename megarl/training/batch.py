@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -58,15 +59,9 @@ def make_train_batch(
     if config.has_prompt_critic:
         prompts, token_indices = prompts_alone(batch)
         mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), is_finished)
-        batch.critic_mini_batches = [
-            [
-                [
-                    replace(micro_batch, token_indices=token_indices[micro_batch.token_indices])
-                    for micro_batch in micro_batches
-                ]
-                for micro_batches in mini_batches
-            ]
-        ]
+        for micro_batch in chain.from_iterable(mini_batches):
+            micro_batch.token_indices = token_indices[micro_batch.token_indices]
+        batch.critic_mini_batches = [mini_batches]
     elif config.critic.count > 1 or critic_mini_batch != mini_batch or not is_finished.all():
         critic_by_row = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
@@ -467,9 +462,8 @@ def lay_out(
     lengths = batch.lengths[sequences] - skipped_lengths
     sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
     total = int(sizes.sum())
-    if filler := -total % multiple or (
-        multiple if total == 0 else 0
-    ):  # one more sequence, without real tokens
+    filler = -total % multiple if total else multiple
+    if filler:  # one more sequence, without real tokens
         lengths, sizes, sequences, skipped_lengths = (
             torch.cat([column, column.new_tensor([filler_value])])
             for column, filler_value in ((lengths, 0), (sizes, filler), (sequences, 0), (skipped_lengths, 0))

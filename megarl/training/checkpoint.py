@@ -304,15 +304,13 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
     lines: list[str] = []
     while True:
         # Rank 0 chooses: ranks could see different files.
-        path, manifest, skipped = None, "", list[str]()
+        found, skipped = None, list[str]()
         if runtime.rank == 0:
             checkpoint, skipped = find_checkpoint(run_dir, damaged_paths)
-            path, manifest = (
-                (None, "") if checkpoint is None else (checkpoint.path, json.dumps(checkpoint.manifest))
-            )
-        message_type = tuple[Path | None, str, list[str]]
-        path, manifest, skipped = broadcast_from_rank_0(runtime, (path, manifest, skipped), message_type)
-        checkpoint = None if path is None else Checkpoint(path, json.loads(manifest))
+            found = (checkpoint.path, json.dumps(checkpoint.manifest)) if checkpoint else None
+        message_type = tuple[tuple[Path, str] | None, list[str]]
+        found, skipped = broadcast_from_rank_0(runtime, (found, skipped), message_type)
+        checkpoint = None if found is None else Checkpoint(found[0], json.loads(found[1]))
         lines += [line for line in skipped if line not in lines]
         if checkpoint is None and damaged_paths:
             what = "all of its checkpoints are damaged (restore one, or choose another folder)"

@@ -50,10 +50,8 @@ def find_excess(squares: Tensor, random_numbers: Tensor, threshold: float, runti
     The sum of (square - threshold) over all numbers up to a bound is <= 0 for small bounds, and positive from
     one of the numbers on. A bisection over the bits of that number sums once per bit.
     """
-    keys, excess = (
-        squares.view(torch.int64),
-        squares - threshold,
-    )  # bits of floats >= 0 have the floats' order
+    keys = squares.view(torch.int64)  # bits of floats >= 0 have the floats' order
+    excess = squares - threshold
 
     def sum_up_to(key: int) -> tuple[float, int]:
         is_below = keys <= key
