@@ -18,13 +18,11 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
 
 
 class PromptSampler:
-    """Sample prompt indices without replacement, epoch after epoch. Raises ValueError without prompts.
+    """Sample prompt indices without replacement, epoch after epoch.
 
     content: checksum of the prompts, for resumed runs"""
 
     def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
-        if num_prompts < 1:
-            raise ValueError(f"num_prompts must be >= 1 (got {num_prompts})")
         self.num_prompts, self.seed, self.shuffle, self.content = num_prompts, seed, shuffle, content
         self._start_epoch(0)
 
@@ -62,12 +60,8 @@ class PromptSampler:
             why = "put the files back; rows of reasoning-gym depend on its version and on data.eval too"
             raise CheckpointError(f"data.train: {what} ({why})")
         epoch, position = state.get("epoch"), state.get("position")
-        if (
-            isinstance(epoch, int)
-            and isinstance(position, int)
-            and epoch >= 0 <= position <= self.num_prompts
-        ):
-            self._start_epoch(epoch, position)
-        else:
+        are_numbers = isinstance(epoch, int) and isinstance(position, int)
+        if not are_numbers or not epoch >= 0 <= position <= self.num_prompts:
             what = f"the checkpoint's sampler has the invalid epoch {epoch}, position {position}"
             raise CheckpointError(f"data.train: {what}")
+        self._start_epoch(epoch, position)

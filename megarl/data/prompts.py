@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,21 +227,11 @@ def _read(
                 known_uids.add(row.uid)
                 yield row
 
-    prompts = [
-        Prompt(
-            row.uid,
-            text,
-            prompt_tokens,
-            row.target,
-            row.source,
-            row.extra,
-            last_question(row.prompt),
-            row.entry,
-        )
-        for batch in _tokenize(unique_rows(), data, tokenizer, report, tools)
-        for row, text, tokens in batch
-        for prompt_tokens in [opening or tokens]
-    ]
+    prompts: list[Prompt] = []
+    for row, text, tokens in chain.from_iterable(_tokenize(unique_rows(), data, tokenizer, report, tools)):
+        question = last_question(row.prompt)
+        columns = row.target, row.source, row.extra, question, row.entry
+        prompts.append(Prompt(row.uid, text, opening or tokens, *columns))
     report.finish(list(sources), len(prompts))
     return prompts, report
 
@@ -257,19 +247,16 @@ def read_problem_sets(
 
     Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
     ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
-    source_names_by_set: dict[tuple[str, int, int | None], list[str]] = {}
+    names_by_set: dict[tuple[str, int, int | None], list[str]] = {}
     for i, entry in enumerate(data.eval):
         set_id = entry.name or "", entry.samples or evaluation.samples, entry.every
-        source_names_by_set.setdefault(set_id, []).append(
-            str(entry.path) if entry.path else f"data.eval[{i}].gym"
-        )
+        names_by_set.setdefault(set_id, []).append(str(entry.path or f"data.eval[{i}].gym"))
     _check_template(data, tokenizer)
     all_sources = _open_sources(data.eval, "data.eval")
     sets, reports = [], {}
-    for (name, samples, every), source_names in source_names_by_set.items():
-        problems, report = _read(
-            {one: all_sources[one] for one in source_names}, data, tokenizer, frozenset(), tools, opening
-        )
+    for (name, samples, every), source_names in names_by_set.items():
+        sources = {one: all_sources[one] for one in source_names}
+        problems, report = _read(sources, data, tokenizer, frozenset(), tools, opening)
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))
         suffix = f" ({samples} samples)" if samples != evaluation.samples else ""
@@ -477,10 +464,9 @@ def _tokenize(
                 text = _apply_template(row, data, tokenizer, tools, report)
                 if len(text) > max_characters:
                     raise UnusableRow(reason, f"{len(text):,} characters")
+                templated_rows.append((row, text))
             except UnusableRow as problem:
                 report.reject(row.file, row.number, problem)
-                continue
-            templated_rows.append((row, text))
         texts = [text for _, text in templated_rows]
         input_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         batch = []
@@ -505,10 +491,8 @@ def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
     chunk, characters = list[_Row](), 0
     while len(chunk) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         chunk.append(row)
-        contents = (
-            [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
-        )
-        characters += sum(map(len, contents)) + len(row.target)
+        messages = [{"content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        characters += sum(len(message["content"]) for message in messages) + len(row.target)
     return chunk
 
 
@@ -531,9 +515,8 @@ def _apply_template(
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
     first_text = prompt[0]["content"].lstrip()
-    if special_token := next(
-        (token for token in tokenizer.all_special_tokens if first_text.startswith(token)), None
-    ):
+    special_tokens = (token for token in tokenizer.all_special_tokens if first_text.startswith(token))
+    if special_token := next(special_tokens, None):
         what = f"the prompt begins with {special_token}: a chat template has rendered it already"
         report.warn(row, f"{what} (set data.template=raw)")
         if special_token == tokenizer.bos_token:  # the chat template writes it again

@@ -278,7 +278,7 @@ class RolloutRank:
             Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
             for group in (() if known else groups)
         ]
-        samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
+        samples = [group.with_data({}).samples for group in groups]
         versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
         return m.RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)
