@@ -1,7 +1,6 @@
 """Compute advantages, returns and metrics between the forward passes and the updates.
 
-Metrics are over all replicas. The formulas are in `megarl.algorithms`.
-"""
+Metrics are over all replicas. The formulas are in `megarl.algorithms`."""
 
 from __future__ import annotations
 

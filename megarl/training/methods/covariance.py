@@ -1,8 +1,7 @@
 """The tokens of a mini-batch that Clip-Cov and KL-Cov select (arXiv 2505.22617, section 4).
 
 A token's covariance is cov_t = (A_t - mean A) (log pi_t - mean log pi). Means and selection are over all
-replicas.
-"""
+replicas."""
 
 from __future__ import annotations
 
