@@ -275,7 +275,7 @@ def test_gae_of_20k_tokens(lam):
 
 
 def test_gae_of_more_responses_than_fit_into_one_block():
-    n = adv.GAE_ROWS + 300
+    n = adv.GAE_WINDOW // adv.GAE_STEPS[0] + 300
     batch = make_batch([(1, 1 + (i * 7919) % 9) for i in range(n)], 2)
     e = batch.experience
     expected = loop_gae(e["rewards"].tolist(), e["values"].tolist(), batch.spans, [0.9] * n, 1.0)

@@ -14,8 +14,7 @@ def per_reward_advantages(r: Responses) -> Tensor:
     S_i = sum_k w_k (R_ik - mean(R_k)) / (std(R_k) + 1e-6) within the group
     A_i = (S_i - mean(S)) / sqrt(var(S) + 1e-8) over the batch's counted responses
 
-    As in NVlabs/GDPO for TRL, S is whitened over responses, not tokens.
-    """
+    As in NVlabs/GDPO for TRL, S is whitened over responses, not tokens."""
     assert r.parts is not None and r.counted is not None
     total = torch.zeros(len(r.parts), dtype=torch.float64, device=r.parts.device)
     for weight, part in zip(r.weights, r.parts.double().unbind(1), strict=True):

@@ -18,8 +18,7 @@ def pass_at_k(r: Responses, k: int) -> Tensor:
 
     A response is right if its reward is at least 1. k is at most N, which may be smaller than
     `rollout.group_size` where responses could not be graded. verl's `grpo_passk` is another method
-    (arXiv 2503.19595).
-    """
+    (arXiv 2503.19595)."""
     _, group, sizes = centre_by_group(r)
     is_right = r.rewards >= 1
     total = sizes.double()
