@@ -60,8 +60,12 @@ class PromptSampler:
             why = "put the files back; rows of reasoning-gym depend on its version and on data.eval too"
             raise CheckpointError(f"data.train: {what} ({why})")
         epoch, position = state.get("epoch"), state.get("position")
-        are_numbers = isinstance(epoch, int) and isinstance(position, int)
-        if not are_numbers or not epoch >= 0 <= position <= self.num_prompts:
+        if (
+            isinstance(epoch, int)
+            and isinstance(position, int)
+            and epoch >= 0 <= position <= self.num_prompts
+        ):
+            self._start_epoch(epoch, position)
+        else:
             what = f"the checkpoint's sampler has the invalid epoch {epoch}, position {position}"
             raise CheckpointError(f"data.train: {what}")
-        self._start_epoch(epoch, position)

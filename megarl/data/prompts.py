@@ -147,13 +147,13 @@ class ReadReport:
     def warn(self, row: _Row, what: str) -> None:
         self.warned.append(RejectedRow(row.file, row.number, what))
 
-    def finish(self, names: Sequence[object], kept: int) -> None:
+    def finish(self, kept: int) -> None:
         """Complete the counts. Raises DataError if no row was kept."""
         self.kept = kept
         position_by_file = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (position_by_file[row.file], row.row))
         if not kept:
-            raise _nothing_usable(names, self.rejected)
+            raise _nothing_usable(self.rows, self.rejected)
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,8 @@ def read_prompts(
 
     Raises:
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
-        ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
+        ConfigError: data.prompt_format has no {prompt}; also the errors of `generate`"""
     questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
-    _check_template(data, tokenizer)
     return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
 
 
@@ -232,7 +231,7 @@ def _read(
         question = last_question(row.prompt)
         columns = row.target, row.source, row.extra, question, row.entry
         prompts.append(Prompt(row.uid, text, opening or tokens, *columns))
-    report.finish(list(sources), len(prompts))
+    report.finish(len(prompts))
     return prompts, report
 
 
@@ -251,7 +250,6 @@ def read_problem_sets(
     for i, entry in enumerate(data.eval):
         set_id = entry.name or "", entry.samples or evaluation.samples, entry.every
         names_by_set.setdefault(set_id, []).append(str(entry.path or f"data.eval[{i}].gym"))
-    _check_template(data, tokenizer)
     all_sources = _open_sources(data.eval, "data.eval")
     sets, reports = [], {}
     for (name, samples, every), source_names in names_by_set.items():
@@ -279,19 +277,13 @@ def read_pairs(
     """Read (prompt tokens, response tokens with end-of-sequence) of all files in order, with duplicates.
 
     Fills `report`. Raises as `read_prompts`."""
-    _check_template(data, tokenizer)
-    eos_id = tokenizer.eos_token_id
-    if not isinstance(eos_id, int):
-        raise ConfigError(
-            "model.path: the tokenizer has no end-of-sequence token, "
-            "so that no response could end (set eos_token)"
-        )
+    eos_id: Any = tokenizer.eos_token_id  # an integer (schedule/tokenizer_checks.py)
     pairs: list[Pair] = []
     paths = {str(path): path for entry in entries if (path := DataEntry.model_validate(entry).path)}
     for batch in _tokenize(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
         responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
         pairs += [(tokens, (*ids, eos_id)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
-    report.finish([*paths], len(pairs))
+    report.finish(len(pairs))
     return pairs
 
 
@@ -308,7 +300,6 @@ def validate_files(
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
     Raises DataError or ConfigError."""
-    _check_template(data, None)
     references: list[str | Reference] = []
 
     def read_first_target(sources: _Sources, target_key: str | None = None) -> str:
@@ -318,7 +309,7 @@ def validate_files(
             rows = (batch[0][0] for batch in _tokenize(rows, data, tokenizer, report, tools))
         row = next(rows, None)
         if row is None:
-            raise _nothing_usable(list(sources), report.rejected)
+            raise _nothing_usable(sources, report.rejected)
         return row.target
 
     for entries, target_key in ((data.train, response_key), (data.eval, None)):
@@ -355,22 +346,10 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
     return [*absent_names]
 
 
-def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    if "{prompt}" not in data.prompt_format:
-        raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
-    if tokenizer and data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "data.template: the tokenizer has no chat template "
-            "(set data.template=raw, or add one to the model's folder)"
-        )
-
-
-def _nothing_usable(names: Sequence[object], rejected: Sequence[RejectedRow]) -> DataError:
-    if not names:
-        return DataError("data.train: names no file")
+def _nothing_usable(names: Iterable[str], rejected: Sequence[RejectedRow]) -> DataError:
     counts = Counter(row.reason for row in rejected).most_common(4)
     return DataError(
-        f"{', '.join(map(str, names))}: no row can be used: "
+        f"{', '.join(names)}: no row can be used: "
         f"{'; '.join(f'{count} x {reason}' for reason, count in counts)} "
         "(see data.prompt_key, data.answer_key, data.max_prompt_tokens)"
     )
@@ -384,6 +363,8 @@ def _usable_rows(
     held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
     """Yield usable rows, report the others. Raises DataError after a source without a usable row."""
+    if "{prompt}" not in data.prompt_format:
+        raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
     columns = columns_to_read(data, response_key)
     for name, source in sources.items():
         has_usable_row = False
