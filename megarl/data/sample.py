@@ -251,11 +251,6 @@ class SampleGroup:
         """True if 0 < num_correct < number of counted samples (DAPO eq. 11)."""
         return 0 < self.num_correct < len(self.counted)
 
-    @property
-    def reward_std(self) -> float:
-        """Standard deviation with divisor n."""
-        return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
-
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
         samples = [structs.replace(sample, data=data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)

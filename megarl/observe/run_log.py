@@ -164,28 +164,24 @@ class JsonlWriter:
                     self._filters.append(lambda record: True)
                 raise
 
-    def keep(self, wanted: Callable[[Record], bool]) -> int:
-        """Drop, atomically, unreadable and unwanted lines; return their number."""
+    def keep(self, wanted: Callable[[Record], bool]) -> None:
+        """Drop, atomically, unreadable and unwanted lines."""
         self._filters.append(wanted)
-        dropped = 0
         with self._careful(self.path):
-            dropped = self._settle()
-        return dropped
+            self._settle()
 
-    def _settle(self) -> int:
+    def _settle(self) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab")
         if not self._filters:
-            return 0
+            return
         content = self.path.read_bytes()
-        lines = [line for line in content.split(b"\n") if line.strip()]
-        kept_lines = [
-            line
-            for line in lines
+        kept_content = b"".join(
+            line + b"\n"
+            for line in content.split(b"\n")
             if (record := parse_record(line)) is not None and all(keeps(record) for keeps in self._filters)
-        ]
-        kept_content = b"".join(line + b"\n" for line in kept_lines)
+        )
         if content != kept_content and content.startswith(kept_content):
             os.ftruncate(self._file.fileno(), len(kept_content))  # works on a full disk
             os.fsync(self._file.fileno())
@@ -195,7 +191,6 @@ class JsonlWriter:
             old_file.close()
             self._file = FileIO(self.path, "ab")
         self._filters = []
-        return len(lines) - len(kept_lines)
 
     def close(self) -> None:
         with self._careful(self.path):
@@ -255,9 +250,8 @@ class RunLog:
             self._exporter.update(written_record["stage"], numbers | {"step": written_record["step"]})
         return written_record
 
-    def write_samples(self, samples: Iterable[SampleRecord]) -> int:
-        chosen = choose_samples(list(samples), self.samples_per_step)
-        for sample in chosen:
+    def write_samples(self, samples: Iterable[SampleRecord]) -> None:
+        for sample in choose_samples(list(samples), self.samples_per_step):
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
@@ -266,7 +260,6 @@ class RunLog:
                 max_characters = SAMPLE_CHARACTERS // max(1, len(sample.turns))
                 record["turns"] = [[author, shorten(text, max_characters)] for author, text in sample.turns]
             self._files[SAMPLES_FILE].write(record)
-        return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
         """Write a step's tables: name -> row -> one sum per bin."""
@@ -279,14 +272,14 @@ class RunLog:
         for answer in answers:
             self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
 
-    def truncate_after(self, step: int, stage: str = TRAIN) -> int:
-        """Drop later records except events; return their number."""
+    def truncate_after(self, step: int, stage: str = TRAIN) -> None:
+        """Drop later records except events."""
         for tracker in self._trackers:
             tracker.continue_from(step)
-        stepwise_files = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
-        dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise_files)
+        for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE):
+            self._files[name].keep(lambda record: precedes(record, step, stage))
         answers = self._files[ANSWERS_FILE]
-        return dropped + answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
+        answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
 
     def close(self) -> None:
         exporters = [self._exporter] if self._exporter is not None else []

@@ -50,8 +50,7 @@ class RolloutRank:
 
     recover       restarts failed engines, see WeightSync; called on all engine ranks
     take_prompts  returns the next n prompts; called on the first rank
-    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)
-    """
+    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)"""
 
     def __init__(
         self,
@@ -231,8 +230,7 @@ class RolloutRank:
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.
 
-        known: the groups' prompts, if all ranks know them; else empty
-        """
+        known: the groups' prompts, if all ranks know them; else empty"""
         start_time = time.perf_counter()
         result = self._run(self._serve(decide))
         failure = result if isinstance(result, MegarlError) else None

@@ -126,7 +126,7 @@ def test_truncation_leaves_what_was_written_before(
         if cut_line:
             with (Path(folder) / METRICS_FILE).open("ab") as file:
                 file.write(b'{"step": 9, "sta')
-        assert log.truncate_after(*last) == len(lines) - after_it + cut_line
+        log.truncate_after(*last)
         log.write_metrics({"step": 99, "stage": "train"})
         found = read_metrics(Path(folder))
         assert [(r["step"], r["stage"]) for r in found.records] == [*lines[:after_it], (99, "train")]
@@ -189,10 +189,10 @@ SAMPLES = st.builds(
 def test_samples_round_trip_and_bound(samples: list[SampleRecord], limit: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with RunLog(Path(folder), samples=limit) as log:
-            written = log.write_samples(samples)
+            log.write_samples(samples)
         run = load_run(Path(folder))
     assert run.samples == choose_samples(samples, limit) and run.unreadable == 0
-    assert written == len(run.samples) == min(limit, len(samples))
+    assert len(run.samples) == min(limit, len(samples))
     remaining = list(samples)
     for sample in run.samples:
         remaining.remove(sample)
@@ -228,7 +228,7 @@ def test_long_responses_are_shortened_and_later_samples_dropped(tmp_path: Path) 
             log.write_samples(
                 [SampleRecord(step, "q" * 30_000, "x" * 50_000 + "Answer: 5", 1.0, True, False, 300)]
             )
-        assert log.truncate_after(1) == 2
+        log.truncate_after(1)
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "prompt": "foreign"}\n{"step": 5, "pro')
     run = load_run(tmp_path)
@@ -242,7 +242,7 @@ def test_distributions_are_written_read_and_cut_back(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for stage, step in (("value_pretraining", 1), ("train", 1), ("train", 2), ("train", 3)):
             log.write_distributions(step, stage, {"mismatch": {"tokens": [1.0, step / 3]}})
-        assert log.truncate_after(1) == 2
+        log.truncate_after(1)
     with (tmp_path / "distributions.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "stage": "tr')
     run = load_run(tmp_path)
