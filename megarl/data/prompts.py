@@ -170,19 +170,18 @@ class _Row:
     entry: str = ""
 
 
-_Sources = Mapping[str, Path | Iterable[GeneratedRow]]
+_Source = Path | Iterable[GeneratedRow]
+_Sources = Mapping[str, _Source]
 
 
-def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
-    """Open the entries `key[0]`, `key[1]`, ..."""
+def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> list[tuple[str, _Source]]:
+    """Return name and source of the entries `key[0]`, `key[1]`, ..."""
     entries_by_key = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
     gym_configs = {name: entry.gym for name, entry in entries_by_key.items() if entry.gym}
     rows_by_key: dict[str, list[GeneratedRow]] = {name: [] for name in gym_configs}
     for row in generate(gym_configs):
         rows_by_key[row.key].append(row)
-    return {
-        str(entry.path or name): entry.path or rows_by_key[name] for name, entry in entries_by_key.items()
-    }
+    return [(str(entry.path or k), entry.path or rows_by_key[k]) for k, entry in entries_by_key.items()]
 
 
 def read_prompts(
@@ -204,7 +203,7 @@ def read_prompts(
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
         ConfigError: data.prompt_format has no {prompt}; also the errors of `generate`"""
     questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
-    return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
+    return _read(dict(_open_sources(entries, key)), data, tokenizer, questions, tools, opening)
 
 
 def _read(
@@ -246,14 +245,13 @@ def read_problem_sets(
 
     Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
     ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
-    names_by_set: dict[tuple[str, int, int | None], list[str]] = {}
-    for i, entry in enumerate(data.eval):
+    named_sources = _open_sources(data.eval, "data.eval")
+    sources_by_set: dict[tuple[str, int, int | None], dict[str, _Source]] = {}
+    for entry, (source_name, source) in zip(data.eval, named_sources, strict=True):
         set_id = entry.name or "", entry.samples or evaluation.samples, entry.every
-        names_by_set.setdefault(set_id, []).append(str(entry.path or f"data.eval[{i}].gym"))
-    all_sources = _open_sources(data.eval, "data.eval")
+        sources_by_set.setdefault(set_id, {})[source_name] = source
     sets, reports = [], {}
-    for (name, samples, every), source_names in names_by_set.items():
-        sources = {one: all_sources[one] for one in source_names}
+    for (name, samples, every), sources in sources_by_set.items():
         problems, report = _read(sources, data, tokenizer, frozenset(), tools, opening)
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))

@@ -220,6 +220,7 @@ def mismatch(
 
     version: of the weights whose tokens count; None: all tokens"""
     engine, on_policy_mask = batch["engine_logprobs"], batch.sampled_mask
+    # With `prefix_tokens`, `sampled_mask` leaves out the tokens of earlier steps.
     if "prefix_tokens" not in batch and version is not None:
         on_policy_mask = on_policy_mask & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, on_policy_mask)
