@@ -164,24 +164,28 @@ class JsonlWriter:
                     self._filters.append(lambda record: True)
                 raise
 
-    def keep(self, wanted: Callable[[Record], bool]) -> None:
-        """Drop, atomically, unreadable and unwanted lines."""
+    def keep(self, wanted: Callable[[Record], bool]) -> int:
+        """Drop, atomically, unreadable and unwanted lines; return their number."""
         self._filters.append(wanted)
+        dropped = 0
         with self._careful(self.path):
-            self._settle()
+            dropped = self._settle()
+        return dropped
 
-    def _settle(self) -> None:
+    def _settle(self) -> int:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(self.path, "ab")
         if not self._filters:
-            return
+            return 0
         content = self.path.read_bytes()
-        kept_content = b"".join(
-            line + b"\n"
-            for line in content.split(b"\n")
+        lines = [line for line in content.split(b"\n") if line.strip()]
+        kept_lines = [
+            line
+            for line in lines
             if (record := parse_record(line)) is not None and all(keeps(record) for keeps in self._filters)
-        )
+        ]
+        kept_content = b"".join(line + b"\n" for line in kept_lines)
         if content != kept_content and content.startswith(kept_content):
             os.ftruncate(self._file.fileno(), len(kept_content))  # works on a full disk
             os.fsync(self._file.fileno())
@@ -191,6 +195,7 @@ class JsonlWriter:
             old_file.close()
             self._file = FileIO(self.path, "ab")
         self._filters = []
+        return len(lines) - len(kept_lines)
 
     def close(self) -> None:
         with self._careful(self.path):
@@ -272,14 +277,14 @@ class RunLog:
         for answer in answers:
             self._files[ANSWERS_FILE].write({"step": step, **answer}, ascii_only=False)
 
-    def truncate_after(self, step: int, stage: str = TRAIN) -> None:
-        """Drop later records except events."""
+    def truncate_after(self, step: int, stage: str = TRAIN) -> int:
+        """Drop later records except events; return their number."""
         for tracker in self._trackers:
             tracker.continue_from(step)
-        for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE):
-            self._files[name].keep(lambda record: precedes(record, step, stage))
+        stepwise_files = [self._files[name] for name in (METRICS_FILE, SAMPLES_FILE, DISTRIBUTIONS_FILE)]
+        dropped = sum(file.keep(lambda record: precedes(record, step, stage)) for file in stepwise_files)
         answers = self._files[ANSWERS_FILE]
-        answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
+        return dropped + answers.keep(lambda record: precedes({**record, "stage": EVALUATION}, step, stage))
 
     def close(self) -> None:
         exporters = [self._exporter] if self._exporter is not None else []

@@ -126,7 +126,7 @@ def test_what_is_later_than_the_checkpoint_is_dropped_without_room(tmp_path: Pat
         for step in (1, 2, 3):
             log.write_metrics({"step": step, "stage": "train"})
         with no_file_longer_than(0):
-            log.truncate_after(1)
+            assert log.truncate_after(1) == 2
         assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1]
         log.write_metrics({"step": 2, "stage": "train"})
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -126,7 +126,7 @@ def test_truncation_leaves_what_was_written_before(
         if cut_line:
             with (Path(folder) / METRICS_FILE).open("ab") as file:
                 file.write(b'{"step": 9, "sta')
-        log.truncate_after(*last)
+        assert log.truncate_after(*last) == len(lines) - after_it + cut_line
         log.write_metrics({"step": 99, "stage": "train"})
         found = read_metrics(Path(folder))
         assert [(r["step"], r["stage"]) for r in found.records] == [*lines[:after_it], (99, "train")]
@@ -228,7 +228,7 @@ def test_long_responses_are_shortened_and_later_samples_dropped(tmp_path: Path) 
             log.write_samples(
                 [SampleRecord(step, "q" * 30_000, "x" * 50_000 + "Answer: 5", 1.0, True, False, 300)]
             )
-        log.truncate_after(1)
+        assert log.truncate_after(1) == 2
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "prompt": "foreign"}\n{"step": 5, "pro')
     run = load_run(tmp_path)
@@ -242,7 +242,7 @@ def test_distributions_are_written_read_and_cut_back(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for stage, step in (("value_pretraining", 1), ("train", 1), ("train", 2), ("train", 3)):
             log.write_distributions(step, stage, {"mismatch": {"tokens": [1.0, step / 3]}})
-        log.truncate_after(1)
+        assert log.truncate_after(1) == 2
     with (tmp_path / "distributions.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "stage": "tr')
     run = load_run(tmp_path)
