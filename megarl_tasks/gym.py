@@ -14,13 +14,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from megarl.config.errors import ConfigError, DataError, WaitTimeout
 from megarl.config.schema import GymConfig
+from megarl.data.generated import GeneratedRow
 from megarl.rewards.process import follow_parent, plain_environment
 from megarl.rewards.sandbox import STRICT, Supervised, restrict
 
@@ -36,20 +36,6 @@ _BOOT = (
     "import sys; sys.path.extend(p for p in sys.argv[1:] if p not in sys.path); "
     "from megarl_tasks.gym import work; work()"
 )
-
-
-@dataclass(frozen=True)
-class GymRow:
-    """See `megarl.data.generated.GeneratedRow`. entry: for VERIFIER."""
-
-    key: str
-    task: str
-    index: int
-    question: str = ""
-    prompt: str | list[dict[str, str]] = ""
-    answer: str = ""
-    entry: str = ""
-    problem: tuple[str, str] | None = None
 
 
 def first_seed(key: str, seed: int) -> int:
@@ -68,7 +54,7 @@ def interleave_tasks(weights: Mapping[str, float], size: int) -> Iterator[tuple[
         count[task] += 1
 
 
-def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GymRow]:
+def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[GeneratedRow]:
     """Yield `rounds` rows of each task, alternating between an entry's tasks."""
     small_entries = {}
     for key, entry in entries.items():
@@ -77,7 +63,7 @@ def first_rows(entries: Mapping[str, GymConfig], rounds: int = 16) -> Iterator[G
     return generate(small_entries)
 
 
-def generate(entries: Mapping[str, GymConfig]) -> Iterator[GymRow]:
+def generate(entries: Mapping[str, GymConfig]) -> Iterator[GeneratedRow]:
     """Check all parameters, then yield the rows. Raises as in `megarl.data.generated`."""
     if not entries:
         return
@@ -151,20 +137,20 @@ def _messages(
             yield message
 
 
-def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GymRow]:
+def _rows(messages: Iterator[dict[str, Any]]) -> Iterator[GeneratedRow]:
     opening_by_task: dict[tuple[str, str], list[dict[str, str]]] = {}
     for message in messages:
         key, task = message["key"], message["task"]
         if "before" in message:
             opening_by_task[key, task] = message["before"]
             continue
-        row = GymRow(**{**message, "problem": tuple(message.get("problem") or ()) or None})
+        row = GeneratedRow(**{**message, "problem": tuple(message.get("problem") or ()) or None})
         opening = opening_by_task[key, task]
         if row.problem is None and any(turn["content"] == row.question for turn in opening):
-            row = GymRow(key, task, row.index, problem=("is shown as an example", task))
+            row = GeneratedRow(key, task, row.index, problem=("is shown as an example", task))
         elif row.problem is None:
             prompt = [*opening, {"role": "user", "content": row.question}] if opening else row.question
-            row = GymRow(key, task, row.index, row.question, prompt, row.answer, row.entry)
+            row = GeneratedRow(key, task, row.index, row.question, prompt, row.answer, row.entry)
         yield row
 
 

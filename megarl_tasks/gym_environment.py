@@ -17,7 +17,7 @@ class GymEnvironment:
         self.tries = tries
 
     def reset(self, row: dict[str, Any], seed: int) -> str:
-        """Return the question. row: a megarl_tasks.gym:GymRow as a dict."""
+        """Return the question. row: a megarl.data.generated:GeneratedRow as a dict."""
         self.entry, self.left, self.last = str(row["entry"]), self.tries, Verdict(False, score=0.0)
         return str(row["question"])
 

@@ -78,7 +78,7 @@ def convert(source: Path, data: DataConfig, workers: int = 1) -> ConvertedFile:
         result.turned += verdict is not None
         result.kept.append(_extend_row(row, data, source, answer))
     result.refused.sort(key=lambda row: row["refused_row"])
-    report.finish([source], len(result.kept))
+    report.finish(len(result.kept))
     return result
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 # tokens of one response. Shorter rows are slow to copy, longer rows pad short responses (benchmarks/gae.py).
 GAE_WINDOW = 2**18
 GAE_STEPS = (32, 256)
-GAE_ROWS = 8192
 
 LENGTH_BINS = 24  # equal parts of 1 ... longest response
 POSITION_BINS = 25  # of each response
@@ -27,8 +26,7 @@ class Responses(NamedTuple):
     group_ids  int [n], by prompt, in any order
     counted    bool [n], in the policy loss
     parts      [n, k], unweighted parts of the rewards; None if unused
-    weights    of the k parts
-    """
+    weights    of the k parts"""
 
     rewards: Tensor
     group_ids: Tensor
@@ -41,8 +39,7 @@ class CentredRewards(NamedTuple):
     """Rewards minus their group's mean, float64 [n].
 
     group  int64 [n], 0, 1, ...
-    sizes  int64 [groups], responses per group
-    """
+    sizes  int64 [groups], responses per group"""
 
     rewards: Tensor
     group: Tensor
@@ -50,7 +47,6 @@ class CentredRewards(NamedTuple):
 
 
 def centre_by_group(r: Responses) -> CentredRewards:
-    """Subtract each group's mean."""
     group: Tensor
     sizes: Tensor
     _, group, sizes = torch.unique(r.group_ids, return_inverse=True, return_counts=True)
@@ -60,19 +56,13 @@ def centre_by_group(r: Responses) -> CentredRewards:
 
 
 def group_advantages(r: Responses) -> Tensor:
-    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), [n], at least float32.
+    """Return (R_i - mean(R)) / (std(R) + 1e-6) within the group (DAPO eq. 9), float64 [n].
 
-    std has the divisor n - 1. Groups of one response, or of equal rewards, get 0.
-    """
+    std has the divisor n - 1. Groups of one response, or of equal rewards, get 0."""
     centred, group, sizes = centre_by_group(r)
     zeros = torch.zeros(sizes.numel(), dtype=torch.float64, device=r.rewards.device)
     variance = zeros.index_add(0, group, centred.square()) / (sizes - 1).clamp(min=1)
-    return as_advantages(centred / (variance.sqrt() + 1e-6)[group], r.rewards)
-
-
-def as_advantages(exact: Tensor, rewards: Tensor) -> Tensor:
-    """Convert to the dtype of the rewards, at least float32."""
-    return exact.to(torch.promote_types(rewards.dtype, torch.float32))
+    return centred / (variance.sqrt() + 1e-6)[group]
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
@@ -139,34 +129,30 @@ def gae(
             rewards[positions], values[positions], response_mask[positions], ends, lam, gamma, after
         )
         return advantages.new_zeros(num_tokens).index_copy_(0, positions, advantages)
-    sorted_lengths, order = unsorted_lengths.sort(descending=True, stable=True)
-    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(sorted_lengths.shape)
-    last_values = lam.new_zeros(sorted_lengths.shape) if after is None else after.double()
+    lengths, order = unsorted_lengths.sort(descending=True, stable=True)
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).expand(lengths.shape)
+    ends, decays = cu_seqlens[1:][order], gamma * lam[order]
+    next_advantage = torch.zeros_like(decays)
+    next_value = torch.zeros_like(decays) if after is None else after.double()[order]
     # The extra entry is for `_Window.write`.
     dtype = torch.promote_types(torch.result_type(rewards, values), torch.float32)
     out = torch.zeros(num_tokens + 1, dtype=dtype, device=rewards.device)
-    for first in range(0, sorted_lengths.numel(), GAE_ROWS):
-        rows = slice(first, first + GAE_ROWS)
-        lengths, ends, decays = sorted_lengths[rows], cu_seqlens[1:][order][rows], gamma * lam[order][rows]
-        longest = int(lengths[0])
-        next_advantage = torch.zeros(lengths.shape, dtype=torch.float64, device=ends.device)
-        next_value = last_values[order][rows]
-        num_done = 0
-        while num_done < longest:
-            num_alive = int(torch.searchsorted(-lengths, -num_done))
-            steps = min(max(GAE_WINDOW // num_alive, GAE_STEPS[0]), GAE_STEPS[1], longest - num_done)
-            window = _Window(ends[:num_alive] - num_done, lengths[:num_alive] - num_done, steps, num_tokens)
-            value, advantage = window.read(values), window.read(rewards)
-            advantage -= value
-            advantage[:-1].add_(value[1:], alpha=gamma)
-            advantage[-1].add_(next_value[:num_alive], alpha=gamma)
-            decay, a_next = decays[:num_alive], next_advantage[:num_alive]
-            for a_t in reversed(advantage.unbind(0)):
-                a_t.addcmul_(decay, a_next)
-                a_next = a_t
-            next_advantage, next_value = advantage[0].clone(), value[0].clone()
-            window.write(advantage, out)
-            num_done += steps
+    longest, num_done = int(lengths[0]) if lengths.numel() else 0, 0
+    while num_done < longest:
+        num_alive = int(torch.searchsorted(-lengths, -num_done))
+        steps = min(max(GAE_WINDOW // num_alive, GAE_STEPS[0]), GAE_STEPS[1], longest - num_done)
+        window = _Window(ends[:num_alive] - num_done, lengths[:num_alive] - num_done, steps, num_tokens)
+        value, advantage = window.read(values), window.read(rewards)
+        advantage -= value
+        advantage[:-1].add_(value[1:], alpha=gamma)
+        advantage[-1].add_(next_value[:num_alive], alpha=gamma)
+        decay, a_next = decays[:num_alive], next_advantage[:num_alive]
+        for a_t in reversed(advantage.unbind(0)):
+            a_t.addcmul_(decay, a_next)
+            a_next = a_t
+        next_advantage, next_value = advantage[0].clone(), value[0].clone()
+        window.write(advantage, out)
+        num_done += steps
     return out[:num_tokens]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,10 +48,7 @@ def token_weights(
     Args:
         lengths: response tokens, int64 [n], of the whole step, not of one rank; 0 is uncounted
         mini_batches: int64 [n]; None: a single one
-        include: bool [n], responses to count; None: all
-    """
-    if aggregation not in get_args(Aggregation):
-        raise ValueError(f"aggregation: must be token, sample or constant (got {aggregation!r})")
+        include: bool [n], responses to count; None: all"""
     lengths = lengths if include is None else torch.where(include, lengths, 0)
     counted = lengths > 0
     ids = torch.zeros_like(lengths) if mini_batches is None else mini_batches
@@ -90,8 +87,7 @@ class Tokens(NamedTuple):
     log_ratio       log r_t, clamped, [T]
     counted         bool [T]
     sequence_ids    int [T]
-    dual_clip       c > 1: J_t >= c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off
-    """
+    dual_clip       c > 1: J_t >= c A_t where A_t < 0 (arXiv 1912.09729, eq. 5); 0: off"""
 
     ratio: Tensor
     advantage: Tensor
@@ -124,8 +120,7 @@ class Objective(NamedTuple):
     too_low     bool [T], tokens of clip_fraction_low
     too_high    bool [T], tokens of clip_fraction_high
     statistics  sums over tokens, for metrics policy/<name>; or over responses, if the name ends with
-                _responses, with their number as `responses`
-    """
+                _responses, with their number as `responses`"""
 
     objective: Tensor
     too_low: Tensor
@@ -140,8 +135,7 @@ Surrogate = Callable[..., Objective]
 def sum_by_sequence(columns: Tensor, sequence_ids: Tensor) -> Tensor:
     """Sum columns [k, T] over each sequence's tokens, [k, n].
 
-    A micro-batch holds whole sequences, also under context parallelism, whose ranks share their log-probs.
-    """
+    A micro-batch holds whole sequences, also under context parallelism, whose ranks share their log-probs."""
     count = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
     return columns.new_zeros(len(columns), count).index_add(1, sequence_ids, columns)
 
@@ -184,8 +178,7 @@ def policy_loss(
         entropy: only for the statistic
         surrogate, options: function for J_t, and its arguments
         dual_clip, sequence_ids, selected: as in `Tokens`
-        top_k_logprobs: likewise; the least finite number where one is the sampled token
-    """
+        top_k_logprobs: likewise; the least finite number where one is the sampled token"""
     counted = weights > 0
     difference = log_ratio(logprobs, old_logprobs.detach(), counted)
     logprob, old_logprob = (torch.where(counted, x.double(), 0.0) for x in (logprobs, old_logprobs.detach()))

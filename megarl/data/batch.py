@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,8 @@ class RolloutBatch:
     @staticmethod
     def from_train_batch(batch: TrainBatch) -> RolloutBatch:
         local = batch.select(range(batch.num_sequences))
-        token_columns = {
-            name for name, column in local.columns.items() if column.shape[0] == local.num_tokens
-        }
-        columns = {name: local.columns.pop(name) for name in [*local.columns] if name not in token_columns}
+        sequence_names = [name for name in local.columns if len(local[name]) != local.num_tokens]
+        columns = {name: local.columns.pop(name) for name in sequence_names}
         rows = torch.arange(local.num_sequences)
         return RolloutBatch(
             local.lengths, local.response_lengths, local.prompt_lengths, None, columns, rows, local
@@ -197,24 +196,16 @@ class TrainBatch:
     @property
     def sampled_lengths(self) -> Tensor:
         """Sampled tokens of this step, int64 [n]."""
-        return (
-            self.response_lengths - self["prefix_tokens"]
-            if "prefix_tokens" in self
-            else self.response_lengths
-        )
+        lengths = self.response_lengths
+        return lengths - self["prefix_tokens"] if "prefix_tokens" in self else lengths
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        return [batch for mini_batch in self.mini_batches for batch in mini_batch]
+        return [*chain.from_iterable(self.mini_batches)]
 
     @property
     def critic_micro_batches(self) -> list[MicroBatch]:
-        return [
-            batch
-            for mini_batches in self.critic_mini_batches
-            for mini_batch in mini_batches
-            for batch in mini_batch
-        ]
+        return [*chain.from_iterable(chain.from_iterable(self.critic_mini_batches))]
 
     def spread(self, values: Tensor) -> Tensor:
         """Expand [n] to [T]; 0 outside the mask."""
@@ -292,13 +283,12 @@ class MicroBatch:
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches with the same columns."""
-    first = batches[0]
     lengths = torch.cat([batch.lengths for batch in batches])
     return TrainBatch(
         torch.cat([batch.tokens for batch in batches]),
         torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         torch.cat([batch.response_mask for batch in batches]),
-        {name: torch.cat([batch[name] for batch in batches]) for name in first.columns},
+        {name: torch.cat([batch[name] for batch in batches]) for name in batches[0].columns},
     )
 
 
@@ -329,9 +319,7 @@ def read_batch(path: Path, sha256: str | None = None) -> TrainBatch:
         if _checksum(tensors) != checksum or checksum != (sha256 or checksum):
             raise DataError(f"{path}: is damaged (its checksum differs)")
         tokens, cu_seqlens, mask = (tensors.pop(name) for name in _PARTS)
-        columns = {
-            name.removeprefix("column."): t for name, t in tensors.items() if name.startswith("column.")
-        }
+        columns = {name.removeprefix("column."): tensor for name, tensor in tensors.items()}
         return TrainBatch(tokens, cu_seqlens, mask, columns)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: is damaged ({error})") from None

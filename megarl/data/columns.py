@@ -58,30 +58,30 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _find_column(
-    row: Mapping[str, Any], key: str, others: Sequence[str], setting: str, path: Path
+    row: Mapping[str, Any], key: str, setting: str, path: Path, *others: Sequence[str]
 ) -> tuple[str, Any]:
-    """Return (column, value) of `key`, else of one of `others`, else (key, None).
+    """Return (column, value) of `key`, else of the first of the groups `others`, else (key, None).
 
-    Raises DataError if two others differ."""
+    Raises DataError if two columns of a group differ."""
     if (value := value_at(row, key)) is not None:
         return key, value
-    candidates = {name: row[name] for name in row if name.lower() in others and row[name] is not None}
-    if len(set(map(repr, candidates.values()))) > 1:
-        names = " and ".join(candidates)
-        raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
-    return next(iter(candidates.items()), (key, None))
+    for group in others:
+        candidates = {name: row[name] for name in row if name.lower() in group and row[name] is not None}
+        if len(set(map(repr, candidates.values()))) > 1:
+            names = " and ".join(candidates)
+            raise DataError(f"{path}: columns {names} differ, and either may be meant (set {setting} to one)")
+        if candidates:
+            return next(iter(candidates.items()))
+    return key, None
 
 
 def find_prompt(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[str, str | Messages]:
     """Return (column, prompt). Raises UnusableRow, and DataError for ambiguous columns."""
-    column, value = _find_column(row, data.prompt_key, _OTHER_PROMPTS, "data.prompt_key", path)
-    if value is None:
-        column, value = _find_column(row, data.prompt_key, (_MESSAGES,), "data.prompt_key", path)
+    key, setting = data.prompt_key, "data.prompt_key"
+    column, value = _find_column(row, key, setting, path, _OTHER_PROMPTS, (_MESSAGES,))
     if value is None:
         value = value_at(row, _TURNS_PROMPT)
-    no_prompt_error = UnusableRow(
-        f"no prompt in {' or '.join((data.prompt_key, *_OTHER_PROMPTS, _MESSAGES))}"
-    )
+    no_prompt_error = UnusableRow(f"no prompt in {' or '.join((key, *_OTHER_PROMPTS, _MESSAGES))}")
     if column.lower() == _MESSAGES:
         value, _ = _split_reply(value)
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
@@ -135,9 +135,9 @@ def _split_reply(messages: Any) -> tuple[Any, str | None]:
 
 
 def _find_reply(row: Mapping[str, Any], setting: str, path: Path) -> tuple[str, Any]:
-    column, value = _find_column(row, _COMPLETION, (_COMPLETION,), setting, path)
+    column, value = _find_column(row, _COMPLETION, setting, path, (_COMPLETION,))
     if value is None:
-        column, value = _find_column(row, _MESSAGES, (_MESSAGES,), setting, path)
+        column, value = _find_column(row, _MESSAGES, setting, path, (_MESSAGES,))
     return column, _split_reply(value)[1] if isinstance(value, list) else value
 
 
@@ -207,12 +207,11 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
     Columns of WORKED, `solution` first, give their `final_answer`, others the text after any `####` (GSM8K).
     Tests of a program that are an object or list become JSON.
     Raises UnusableRow, and DataError for ambiguous columns."""
-    column, value = _find_column(row, data.answer_key, (_OTHER_ANSWER,), "data.answer_key", path)
-    no_answer_error = UnusableRow(f"no answer in {' or '.join((data.answer_key, _OTHER_ANSWER, *WORKED))}")
+    key, setting = data.answer_key, "data.answer_key"
+    column, value = _find_column(row, key, setting, path, (_OTHER_ANSWER,), (_SOLUTION,))
+    no_answer_error = UnusableRow(f"no answer in {' or '.join((key, _OTHER_ANSWER, *WORKED))}")
     if value is None:
-        column, value = _find_column(row, data.answer_key, (_SOLUTION,), "data.answer_key", path)
-    if value is None:
-        column, value = _find_reply(row, "data.answer_key", path)
+        column, value = _find_reply(row, setting, path)
     if value is None:
         value = value_at(row, _TURNS_ANSWER)
     if isinstance(value, str) and column.lower() in WORKED:
@@ -221,10 +220,11 @@ def find_answer(row: Mapping[str, Any], data: DataConfig, path: Path) -> tuple[s
         raise no_answer_error
     if _are_tests(value):
         return column, json.dumps(value, default=str)
+    reason = "answer is neither a text nor a number"
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise UnusableRow("answer is neither a text nor a number", type(value).__name__)
+        raise UnusableRow(reason, type(value).__name__)
     if not isinstance(value, str) and not math.isfinite(value):
-        raise UnusableRow("answer is neither a text nor a number", str(value))
+        raise UnusableRow(reason, str(value))
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = f"{value:f}" if isinstance(value, Decimal) else str(value)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.plugins import plugin
 from megarl.config.schema import DataConfig, GymConfig
 from megarl.rewards.verdict import Reference
 
 
-class GeneratedRow(Protocol):
+@dataclass(frozen=True)
+class GeneratedRow:
     """A generated problem, or the reason why there is none.
 
     key      of its entry: `data.train[0].gym`
@@ -20,22 +22,14 @@ class GeneratedRow(Protocol):
     entry    for the generator's verifier
     problem  (reason, detail) if generation failed"""
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def question(self) -> str: ...
-    @property
-    def prompt(self) -> str | list[dict[str, str]]: ...
-    @property
-    def answer(self) -> str: ...
-    @property
-    def entry(self) -> str: ...
-    @property
-    def problem(self) -> tuple[str, str] | None: ...
+    key: str
+    task: str
+    index: int
+    question: str = ""
+    prompt: str | list[dict[str, str]] = ""
+    answer: str = ""
+    entry: str = ""
+    problem: tuple[str, str] | None = None
 
 
 def gym_entries(data: DataConfig) -> dict[str, GymConfig]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +147,13 @@ class ReadReport:
     def warn(self, row: _Row, what: str) -> None:
         self.warned.append(RejectedRow(row.file, row.number, what))
 
-    def finish(self, names: Sequence[object], kept: int) -> None:
+    def finish(self, kept: int) -> None:
         """Complete the counts. Raises DataError if no row was kept."""
         self.kept = kept
         position_by_file = {file: position for position, file in enumerate(self.rows)}
         self.rejected.sort(key=lambda row: (position_by_file[row.file], row.row))
         if not kept:
-            raise _nothing_usable(names, self.rejected)
+            raise _nothing_usable(self.rows, self.rejected)
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,18 @@ class _Row:
     entry: str = ""
 
 
-_Sources = Mapping[str, Path | Iterable[GeneratedRow]]
+_Source = Path | Iterable[GeneratedRow]
+_Sources = Mapping[str, _Source]
 
 
-def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> _Sources:
-    """Open the entries `key[0]`, `key[1]`, ..."""
+def _open_sources(entries: Sequence[DataEntry | Path], key: str) -> list[tuple[str, _Source]]:
+    """Return name and source of the entries `key[0]`, `key[1]`, ..."""
     entries_by_key = {f"{key}[{i}].gym": DataEntry.model_validate(entry) for i, entry in enumerate(entries)}
     gym_configs = {name: entry.gym for name, entry in entries_by_key.items() if entry.gym}
     rows_by_key: dict[str, list[GeneratedRow]] = {name: [] for name in gym_configs}
     for row in generate(gym_configs):
         rows_by_key[row.key].append(row)
-    return {
-        str(entry.path or name): entry.path or rows_by_key[name] for name, entry in entries_by_key.items()
-    }
+    return [(str(entry.path or k), entry.path or rows_by_key[k]) for k, entry in entries_by_key.items()]
 
 
 def read_prompts(
@@ -202,10 +201,9 @@ def read_prompts(
 
     Raises:
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
-        ConfigError: the tokenizer has no chat template; also the errors of `generate`"""
+        ConfigError: data.prompt_format has no {prompt}; also the errors of `generate`"""
     questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
-    _check_template(data, tokenizer)
-    return _read(_open_sources(entries, key), data, tokenizer, questions, tools, opening)
+    return _read(dict(_open_sources(entries, key)), data, tokenizer, questions, tools, opening)
 
 
 def _read(
@@ -227,22 +225,12 @@ def _read(
                 known_uids.add(row.uid)
                 yield row
 
-    prompts = [
-        Prompt(
-            row.uid,
-            text,
-            prompt_tokens,
-            row.target,
-            row.source,
-            row.extra,
-            last_question(row.prompt),
-            row.entry,
-        )
-        for batch in _tokenize(unique_rows(), data, tokenizer, report, tools)
-        for row, text, tokens in batch
-        for prompt_tokens in [opening or tokens]
-    ]
-    report.finish(list(sources), len(prompts))
+    prompts: list[Prompt] = []
+    for row, text, tokens in chain.from_iterable(_tokenize(unique_rows(), data, tokenizer, report, tools)):
+        question = last_question(row.prompt)
+        columns = row.target, row.source, row.extra, question, row.entry
+        prompts.append(Prompt(row.uid, text, opening or tokens, *columns))
+    report.finish(len(prompts))
     return prompts, report
 
 
@@ -257,19 +245,14 @@ def read_problem_sets(
 
     Returns the sets in the order of their first entries, and reports by name. Raises as `read_prompts`, and
     ConfigError if a name is an unnamed entry's data_source: their metrics would collide."""
-    source_names_by_set: dict[tuple[str, int, int | None], list[str]] = {}
-    for i, entry in enumerate(data.eval):
+    named_sources = _open_sources(data.eval, "data.eval")
+    sources_by_set: dict[tuple[str, int, int | None], dict[str, _Source]] = {}
+    for entry, (source_name, source) in zip(data.eval, named_sources, strict=True):
         set_id = entry.name or "", entry.samples or evaluation.samples, entry.every
-        source_names_by_set.setdefault(set_id, []).append(
-            str(entry.path) if entry.path else f"data.eval[{i}].gym"
-        )
-    _check_template(data, tokenizer)
-    all_sources = _open_sources(data.eval, "data.eval")
+        sources_by_set.setdefault(set_id, {})[source_name] = source
     sets, reports = [], {}
-    for (name, samples, every), source_names in source_names_by_set.items():
-        problems, report = _read(
-            {one: all_sources[one] for one in source_names}, data, tokenizer, frozenset(), tools, opening
-        )
+    for (name, samples, every), sources in sources_by_set.items():
+        problems, report = _read(sources, data, tokenizer, frozenset(), tools, opening)
         questions = frozenset(problem.question for problem in problems)
         sets.append(ProblemSet(problems[: evaluation.max_problems or None], samples, name, every, questions))
         suffix = f" ({samples} samples)" if samples != evaluation.samples else ""
@@ -292,19 +275,13 @@ def read_pairs(
     """Read (prompt tokens, response tokens with end-of-sequence) of all files in order, with duplicates.
 
     Fills `report`. Raises as `read_prompts`."""
-    _check_template(data, tokenizer)
-    eos_id = tokenizer.eos_token_id
-    if not isinstance(eos_id, int):
-        raise ConfigError(
-            "model.path: the tokenizer has no end-of-sequence token, "
-            "so that no response could end (set eos_token)"
-        )
+    eos_id: Any = tokenizer.eos_token_id  # an integer (schedule/tokenizer_checks.py)
     pairs: list[Pair] = []
     paths = {str(path): path for entry in entries if (path := DataEntry.model_validate(entry).path)}
     for batch in _tokenize(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
         responses = tokenizer([row.target for row, _, _ in batch], add_special_tokens=False)["input_ids"]
         pairs += [(tokens, (*ids, eos_id)) for (_, _, tokens), ids in zip(batch, responses, strict=True)]
-    report.finish([*paths], len(pairs))
+    report.finish(len(pairs))
     return pairs
 
 
@@ -321,7 +298,6 @@ def validate_files(
 
     Returns references to try the verifier on: the first file's, and one per task of reasoning-gym.
     Raises DataError or ConfigError."""
-    _check_template(data, None)
     references: list[str | Reference] = []
 
     def read_first_target(sources: _Sources, target_key: str | None = None) -> str:
@@ -331,7 +307,7 @@ def validate_files(
             rows = (batch[0][0] for batch in _tokenize(rows, data, tokenizer, report, tools))
         row = next(rows, None)
         if row is None:
-            raise _nothing_usable(list(sources), report.rejected)
+            raise _nothing_usable(sources, report.rejected)
         return row.target
 
     for entries, target_key in ((data.train, response_key), (data.eval, None)):
@@ -368,22 +344,10 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
     return [*absent_names]
 
 
-def _check_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    if "{prompt}" not in data.prompt_format:
-        raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
-    if tokenizer and data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "data.template: the tokenizer has no chat template "
-            "(set data.template=raw, or add one to the model's folder)"
-        )
-
-
-def _nothing_usable(names: Sequence[object], rejected: Sequence[RejectedRow]) -> DataError:
-    if not names:
-        return DataError("data.train: names no file")
+def _nothing_usable(names: Iterable[str], rejected: Sequence[RejectedRow]) -> DataError:
     counts = Counter(row.reason for row in rejected).most_common(4)
     return DataError(
-        f"{', '.join(map(str, names))}: no row can be used: "
+        f"{', '.join(names)}: no row can be used: "
         f"{'; '.join(f'{count} x {reason}' for reason, count in counts)} "
         "(see data.prompt_key, data.answer_key, data.max_prompt_tokens)"
     )
@@ -397,6 +361,8 @@ def _usable_rows(
     held_out: frozenset[str] = frozenset(),
 ) -> Iterator[_Row]:
     """Yield usable rows, report the others. Raises DataError after a source without a usable row."""
+    if "{prompt}" not in data.prompt_format:
+        raise ConfigError("data.prompt_format: must contain {prompt}, which is replaced by the prompt")
     columns = columns_to_read(data, response_key)
     for name, source in sources.items():
         has_usable_row = False
@@ -477,10 +443,9 @@ def _tokenize(
                 text = _apply_template(row, data, tokenizer, tools, report)
                 if len(text) > max_characters:
                     raise UnusableRow(reason, f"{len(text):,} characters")
+                templated_rows.append((row, text))
             except UnusableRow as problem:
                 report.reject(row.file, row.number, problem)
-                continue
-            templated_rows.append((row, text))
         texts = [text for _, text in templated_rows]
         input_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         batch = []
@@ -505,10 +470,8 @@ def _take(rows: Iterator[_Row], most: int) -> list[_Row]:
     chunk, characters = list[_Row](), 0
     while len(chunk) < most and characters < _CHARACTERS_AT_ONCE and (row := next(rows, None)) is not None:
         chunk.append(row)
-        contents = (
-            [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
-        )
-        characters += sum(map(len, contents)) + len(row.target)
+        messages = [{"content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        characters += sum(len(message["content"]) for message in messages) + len(row.target)
     return chunk
 
 
@@ -531,9 +494,8 @@ def _apply_template(
     elif data.template == "raw":
         return "\n".join(message["content"] for message in prompt)
     first_text = prompt[0]["content"].lstrip()
-    if special_token := next(
-        (token for token in tokenizer.all_special_tokens if first_text.startswith(token)), None
-    ):
+    special_tokens = (token for token in tokenizer.all_special_tokens if first_text.startswith(token))
+    if special_token := next(special_tokens, None):
         what = f"the prompt begins with {special_token}: a chat template has rendered it already"
         report.warn(row, f"{what} (set data.template=raw)")
         if special_token == tokenizer.bos_token:  # the chat template writes it again

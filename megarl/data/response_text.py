@@ -23,12 +23,11 @@ def end_tokens(tokenizer: Any) -> tuple[int, ...]:
 @lru_cache(maxsize=8)
 def _configured_ends(folder: str) -> tuple[int, ...]:
     ends: list[Any] = []
-    for name in ("generation_config.json", "config.json"):
-        if (path := Path(folder, name)).is_file():
-            settings = read_json(path)
-            for part in (settings, settings.get("text_config")):
-                ids = part.get("eos_token_id") if isinstance(part, dict) else None
-                ends += ids if isinstance(ids, list) else [ids]
+    for path in (Path(folder, name) for name in ("generation_config.json", "config.json")):
+        settings = read_json(path) if path.is_file() else {}
+        for part in (settings, settings.get("text_config")):
+            ids = part.get("eos_token_id") if isinstance(part, dict) else None
+            ends += ids if isinstance(ids, list) else [ids]
     return tuple(token for token in ends if isinstance(token, int))
 
 

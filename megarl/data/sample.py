@@ -87,13 +87,10 @@ class TokenData(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         """Return the first `count` tokens, without the journal; of all tokens also the counts of drafts.
 
         prompt_length: for `routed_experts`"""
-        columns: dict[str, Any] = {name: getattr(self, name) for name in DTYPES}
+        columns: dict[str, Any] = {name: getattr(self, name) for name in (*DTYPES, "sampling_sets")}
         columns = {name: None if column is None else column[:count] for name, column in columns.items()}
         experts = None if self.routed_experts is None else self.routed_experts[: prompt_length + count]
-        sets = None if self.sampling_sets is None else self.sampling_sets[:count]
-        first = TokenData(
-            finish_reason=self.finish_reason, routed_experts=experts, sampling_sets=sets, **columns
-        )
+        first = TokenData(finish_reason=self.finish_reason, routed_experts=experts, **columns)
         if count == self.num_tokens:
             first.accepted_drafts, first.verifications = self.accepted_drafts, self.verifications
         return first
@@ -187,7 +184,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @staticmethod
     def from_data(data: TokenData, owner: int, **fields: Any) -> Sample:
-        """Build a sample from its tokens."""
         index, experts = slice(None) if data.is_sampled is None else data.is_sampled, data.routed_experts
         versions = data.policy_versions
         return Sample(
@@ -203,9 +199,6 @@ class Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             data=data,
             **fields,
         )
-
-    def with_data(self, data: TokenData | None) -> Sample:
-        return structs.replace(self, data=data)
 
     @property
     def is_truncated(self) -> bool:
@@ -238,7 +231,6 @@ class SampleGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Return the lowest policy version of sampled tokens."""
         versions = (sample.oldest_version for sample in self.samples)
         return min(self.policy_version if version is None else version for version in versions)
 
@@ -259,19 +251,11 @@ class SampleGroup:
         """True if 0 < num_correct < number of counted samples (DAPO eq. 11)."""
         return 0 < self.num_correct < len(self.counted)
 
-    @property
-    def reward_std(self) -> float:
-        """Standard deviation with divisor n."""
-        return float(np.std([sample.reward for sample in self.counted])) if self.counted else 0.0
-
     def with_data(self, data_by_id: Mapping[int, TokenData]) -> SampleGroup:
-        """Return a copy with tokens."""
-        samples = [sample.with_data(data_by_id.get(sample.id)) for sample in self.samples]
+        samples = [structs.replace(sample, data=data_by_id.get(sample.id)) for sample in self.samples]
         return SampleGroup(self.prompt, samples, self.policy_version)
 
     def texts(self, tokenizer: Any) -> Iterator[tuple[Sample, str]]:
-        sample_tokens = [
-            (sample, sample.data.tokens.tolist()) for sample in self.samples if sample.data is not None
-        ]
-        texts = policy_texts(tokenizer, [tokens for _, tokens in sample_tokens])
-        return zip([sample for sample, _ in sample_tokens], texts, strict=True)
+        samples = [sample for sample in self.samples if sample.data is not None]
+        tokens = [sample.data.tokens.tolist() for sample in samples if sample.data is not None]
+        return zip(samples, policy_texts(tokenizer, tokens), strict=True)

@@ -1,7 +1,6 @@
 """Build Megatron models from a Hugging Face configuration.
 
-Only the critic's head is initialised here; megarl/weights loads the rest.
-"""
+Only the critic's head is initialised here; megarl/weights loads the rest."""
 
 from __future__ import annotations
 
@@ -532,13 +531,7 @@ def _transformer_config(
 
 
 def _block_spec(
-    config: TransformerConfig,
-    kind: str,
-    family: Family,
-    sizes: Sizes,
-    own: Sequence[int],
-    *,
-    adapters: bool,
+    config: TransformerConfig, kind: str, family: Family, sizes: Sizes, own: Sequence[int], *, adapters: bool
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers `own`, indices in the model."""
     norm: Any = RMSNorm

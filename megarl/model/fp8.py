@@ -1,7 +1,6 @@
 """Requirements of FP8 recipes on device, model sizes and pack lengths.
 
-Imports neither Megatron nor Transformer Engine, so that a laptop can check a configuration.
-"""
+Imports neither Megatron nor Transformer Engine, so that a laptop can check a configuration."""
 
 from __future__ import annotations
 

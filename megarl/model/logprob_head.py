@@ -1,7 +1,6 @@
 """Compute log-probabilities, entropy and top k from hidden states with a vocab-parallel head.
 
-Logits exist for `chunk` vocabulary entries at a time: all of them would take gigabytes.
-"""
+Logits exist for `chunk` vocabulary entries at a time: all of them would take gigabytes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def vocab_parallel_logprobs(
     weight  [vocab_shard_size + padding, hidden size], this rank's shard, perhaps empty
     labels  int64 [tokens] or [tokens, m]; a token's labels after the first must differ
     chunk   entries whose logits exist at once, in two float32 arrays [tokens, chunk]; three if the entropy
-            has a gradient
-    """
+            has a gradient"""
     local = (labels if labels.dim() > 1 else labels[:, None]) - vocab_start
     logprobs, entropy, *squares = _LogProbs.apply(
         hidden, weight, local, vocab_shard_size, temperature, chunk, group, sums_squares

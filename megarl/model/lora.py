@@ -1,8 +1,7 @@
 """LoRA adapters (arXiv 2106.09685) for Megatron's frozen linears: y = W x + scale * B A x.
 
 weights/families.py:adapters lists them. A starts as in PEFT, uniform in +-1/sqrt(in), and B at zero. A
-depends only on seed and name, so that every layout starts from the same adapters.
-"""
+depends only on seed and name, so that every layout starts from the same adapters."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Adapters(torch.nn.Module):
     rows     this rank's rows of each matrix in the linear, with or without adapters
     groups   query groups (or key heads of linear attention) on this rank, if they group rows; else 0
     gates    rows of a group's first matrix that follow the other matrices' rows; z of qkvz
-    input_is_split  True: row-parallel, False: column-parallel, None: whole
-    """
+    input_is_split  True: row-parallel, False: column-parallel, None: whole"""
 
     def __init__(
         self,

@@ -56,8 +56,7 @@ class AttentionPlan:
 
     Under context parallelism, tokens and rows are this rank's, and keys those of whole sequences:
     keys       int64 [cp * padded]  index of each key in all ranks' tokens
-    positions  int64 [padded]       position of each query in its sequence
-    """
+    positions  int64 [padded]       position of each query in its sequence"""
 
     buckets: list[Bucket]
     padded_from_packed: Tensor
@@ -67,11 +66,7 @@ class AttentionPlan:
 
 
 def plan_attention(
-    cu_seqlens: Tensor,
-    device: torch.device,
-    cp: int = 1,
-    cp_rank: int = 0,
-    prompts: Prompts | None = None,
+    cu_seqlens: Tensor, device: torch.device, cp: int = 1, cp_rank: int = 0, prompts: Prompts | None = None
 ) -> AttentionPlan:
     """Put sequences into buckets by length, longest first, with at most MAX_PADDING padding.
 

@@ -1,8 +1,7 @@
 """Routing replay (R3, arXiv 2510.11370): use the engine's choice of experts, and count their load.
 
 Megatron's RouterReplay keeps one list for all models, needs a choice for every token, and recomputes from a
-queue. Here the choice is part of the pack, which recomputation passes to the layer again.
-"""
+queue. Here the choice is part of the pack, which recomputation passes to the layer again."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class Routing:
               integers [layers, tokens, topk], out of range where unknown, or None
     grad      count passes with gradients (True), without (False), or none (None). Recomputation does both
     load      tokens per expert, int64 [experts]
-    compared  tokens with a known choice, and those where it differs from the router's, int64 [2]
-    """
+    compared  tokens with a known choice, and those where it differs from the router's, int64 [2]"""
 
     def __init__(self, layer: int, tp_rank: int, experts: int, device: torch.device) -> None:
         self.layer, self.tp_rank = layer, tp_rank
@@ -57,12 +55,9 @@ class Routing:
                 is_equal = (router_choice[:, :, None] == recorded[:, None, :]).any(-1).all(-1, keepdim=True)
                 self.compared += torch.stack([is_known.sum(), (is_known & ~is_equal).sum()])
         if is_counting:
-            is_real = self.packed.real_tokens
-            increments = (
-                torch.ones_like(experts)
-                if is_real is None
-                else is_real[tokens, None].to(experts).expand_as(experts)
-            )
+            increments = torch.ones_like(experts)
+            if self.packed.real_tokens is not None:
+                increments *= self.packed.real_tokens[tokens, None].to(experts)
             self.load.index_add_(0, experts.flatten(), increments.flatten())
         return values, experts
 

@@ -255,9 +255,8 @@ class RunLog:
             self._exporter.update(written_record["stage"], numbers | {"step": written_record["step"]})
         return written_record
 
-    def write_samples(self, samples: Iterable[SampleRecord]) -> int:
-        chosen = choose_samples(list(samples), self.samples_per_step)
-        for sample in chosen:
+    def write_samples(self, samples: Iterable[SampleRecord]) -> None:
+        for sample in choose_samples(list(samples), self.samples_per_step):
             record = {k: v if isinstance(v, list) else plain(v, k, []) for k, v in vars(sample).items()}
             record["prompt"] = shorten(sample.prompt, SAMPLE_CHARACTERS)
             record["question"] = shorten(sample.question, SAMPLE_CHARACTERS)
@@ -266,7 +265,6 @@ class RunLog:
                 max_characters = SAMPLE_CHARACTERS // max(1, len(sample.turns))
                 record["turns"] = [[author, shorten(text, max_characters)] for author, text in sample.turns]
             self._files[SAMPLES_FILE].write(record)
-        return len(chosen)
 
     def write_distributions(self, step: int, stage: str, tables: Tables) -> None:
         """Write a step's tables: name -> row -> one sum per bin."""

@@ -116,6 +116,7 @@ def load_run(run_dir: Path) -> RecordedRun:
         run_log.EVENTS_FILE,
         lambda r: isinstance(r.get("time"), int | float) and isinstance(r.get("event"), str),
     )
+    files = (metrics, samples, distributions, events)
     config, ranks = read_mapping(run_dir / "config.yaml"), timeline_ranks(run_dir)
     timeline = read_timeline(run_dir, choose_ranks(ranks, RANKS), config, len(ranks))
     hangs = []  # of the watchdog
@@ -132,9 +133,7 @@ def load_run(run_dir: Path) -> RecordedRun:
         ],
         config=config,
         versions=read_mapping(run_dir / "versions.json"),
-        unreadable=sum(
-            len(json_lines.unreadable) for json_lines in (metrics, samples, distributions, events)
-        ),
+        unreadable=sum(len(file.unreadable) for file in files),
         distributions=distributions.records,
         events=sorted([*events.records, *hangs], key=lambda record: record["time"]),
         timeline=timeline,
@@ -192,13 +191,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def compute_group_shares(record: Mapping[str, Any]) -> dict[str, float] | None:
     """Return the shares of groups kept, all right and all wrong."""
     counts = {name: record.get(f"rollout/groups_{name}") for name in ("kept", "all_right", "all_wrong")}
-    known_counts = {name: float(count) for name, count in counts.items() if count is not None}
-    total = sum(known_counts.values())
-    return (
-        {name: count / total for name, count in known_counts.items()}
-        if len(known_counts) == 3 and total > 0
-        else None
-    )
+    total = sum(count or 0.0 for count in counts.values())
+    if None in counts.values() or total <= 0:
+        return None
+    return {name: float(count or 0.0) / total for name, count in counts.items()}
 
 
 def format_layout(parallel: Mapping[str, Any]) -> str:

@@ -259,9 +259,8 @@ class TerminalView:
         total = self.facts.total(self._record.get("stage", ""))
         if last_step <= first_step or not total:
             return ""
-        return format_duration(
-            (last_time - first_time) / (last_step - first_step) * max(0, total - last_step)
-        )
+        seconds_per_step = (last_time - first_time) / (last_step - first_step)
+        return format_duration(seconds_per_step * max(0, total - last_step))
 
     def _printable(self, text: str) -> str:
         line = printable(" ".join(text.split()))
@@ -280,9 +279,8 @@ class TerminalView:
             return
         # A stage's first record determines columns, to align lines.
         if stage not in self._columns:
-            self._columns[stage] = [
-                c for c in select_columns(record) if c.short not in PLAIN_LEAVES_OUT[stage]
-            ]
+            left_out = PLAIN_LEAVES_OUT[stage]
+            self._columns[stage] = [c for c in select_columns(record) if c.short not in left_out]
         elif step % self.every and step != total:
             return
         parts = [f"{'value' if stage == 'value_pretraining' else stage:<5} {position}"]
@@ -432,6 +430,7 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunHeader:
         layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
         model = f"{sizes.get('model_type')} {layers} layers x {width}"
     has_critic = settings.get("algorithm", {}).get("advantage") in ("gae", "prompt_value")
+    pretraining_steps = settings.get("value_pretraining", {}).get("steps", 0) if has_critic else 0
     return RunHeader(
         name=run_dir.resolve().name,
         recipe=str(settings.get("recipe")),
@@ -439,7 +438,5 @@ def read_facts(run_dir: Path, settings: Mapping[str, Any]) -> RunHeader:
         layout=format_layout(settings.get("parallel", {})),
         device=str(settings.get("parallel", {}).get("device", "auto")),
         steps=int(settings.get("steps", 0)),
-        value_pretraining_steps=int(settings.get("value_pretraining", {}).get("steps", 0))
-        if has_critic
-        else 0,
+        value_pretraining_steps=int(pretraining_steps),
     )

@@ -49,9 +49,8 @@ class Timeline:
     def leave(self) -> None:
         if self._phase:
             end = max(self._begin, self._clock())  # a clock may be set back
-            waited = (
-                end - self._begin if self._phase.startswith(WAIT) else min(self._waited, end - self._begin)
-            )
+            elapsed = end - self._begin
+            waited = elapsed if self._phase.startswith(WAIT) else min(self._waited, elapsed)
             times = {"begin": round(self._begin, 4), "end": round(end, 4), "waited": round(waited, 4)}
             self._file.write({**self._place, "phase": self._phase, **times})
         self._phase = ""

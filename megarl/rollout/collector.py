@@ -22,8 +22,7 @@ SAME = 1e-6
 class GroupCollector:
     """Decides which groups a step trains on. Only the offered groups and their order matter, not timing.
 
-    surplus: accepted groups that the previous step did not need
-    """
+    surplus: accepted groups that the previous step did not need"""
 
     def __init__(
         self, prompts: int, dynamic: DynamicSamplingConfig, surplus: Iterable[SampleGroup] = ()
@@ -68,8 +67,7 @@ class GroupCollector:
 
         The number depends on timing; the accepted groups do not.
 
-        ahead: complete groups that wait for an earlier one; running: incomplete groups
-        """
+        ahead: complete groups that wait for an earlier one; running: incomplete groups"""
         missing = self.missing - sum(map(self._accepts, ahead))
         if missing <= 0:
             return 0
@@ -90,7 +88,10 @@ class GroupCollector:
         return math.ceil(self.missing * self.dynamic.oversample) if self.dynamic.enabled else self.missing
 
     def _differs(self, group: SampleGroup) -> bool:
-        return group.is_mixed if self.dynamic.by == "accuracy" else group.reward_std > SAME
+        if self.dynamic.by == "accuracy":
+            return group.is_mixed
+        rewards = [sample.reward for sample in group.counted]
+        return bool(rewards) and float(np.std(rewards)) > SAME
 
     def _accepts(self, group: SampleGroup) -> bool:
         return not self.dynamic.enabled or self._differs(group)
@@ -160,8 +161,7 @@ def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) 
     nothing to losses, denominators or statistics.
 
     compared: whether advantages compare a group's samples. Then `SampleGroup.counted` count, else all graded
-        samples.
-    """
+        samples."""
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [g for g, group in enumerate(groups) for _ in group.samples]
     counted_ids = {id(r) for g in groups for r in (g.counted if compared else g.samples) if r.graded}
@@ -201,8 +201,7 @@ def _sample_columns(
     prefix_tokens   int64, sampled by earlier steps
     unfinished      bool, whether a later step continues the sample
 
-    The last two exist only if some sample is partial or continued (`rollout.window`).
-    """
+    The last two exist only if some sample is partial or continued (`rollout.window`)."""
     rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
     ids = [g if is_counted else len(groups) + row for row, (g, _, is_counted) in enumerate(rows)]
     versions = [
@@ -238,8 +237,7 @@ def pack_tokens(
 
     Args:
         sequences: of this rank: prompt, its group's policy version, response
-        samples: of the whole step; they decide which columns exist, so all ranks have the same
-    """
+        samples: of the whole step; they decide which columns exist, so all ranks have the same"""
     cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
     total = int(cu_seqlens[-1])
     tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
@@ -283,8 +281,7 @@ def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[s
 
     reward_parts  float32 [n, parts], `reward.parts` without the model's, unweighted
     prompt_uids   int64
-    teachers      int64; -1: none
-    """
+    teachers      int64; -1: none"""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     column_names, columns = config.algorithm.advantage_method.columns, dict[str, Tensor]()
     if "reward_parts" in column_names:

@@ -48,9 +48,6 @@ class Slot:
     engine: int | None = None
     sample: Sample | None = None
 
-    def is_running_on(self, engine: int) -> bool:
-        return self.engine == engine and self.sample is None
-
 
 @dataclass
 class EngineLoad:
@@ -102,7 +99,10 @@ class Controller:
             await self.dispatch(requests)
             while self.dispatcher.slots:
                 await self.handle_messages()
-                self._offer_groups(collector)
+                while groups := self.dispatcher.take_groups(
+                    collector.missing if self.continuous_batching else None
+                ):
+                    collector.offer(groups)
                 if self.continuous_batching and collector.missing:
                     await self.dispatch(self._next_requests(step, collector))
                 elif self.continuous_batching:
@@ -118,10 +118,6 @@ class Controller:
         metric_groups = collector.offered or groups
         metrics, error_counts = compute_step_metrics(metric_groups, self.config.reward.max_ungraded)
         return groups, stats | metrics, error_counts
-
-    def _offer_groups(self, collector: GroupCollector) -> None:
-        while groups := self.dispatcher.take_groups(collector.missing if self.continuous_batching else None):
-            collector.offer(groups)
 
     def _next_requests(self, step: int, collector: GroupCollector) -> list[GroupRequest]:
         if not self.continuous_batching:
@@ -222,15 +218,12 @@ class Controller:
 
     def _describe_silence(self, rank: int) -> str:
         engine = rank // self.ranks_per_engine
-        running_slot = next(
-            (slot for slot in self.dispatcher.slots.values() if slot.is_running_on(engine)), None
-        )
         what = "it has no response to generate"
-        if running_slot is not None:
-            what = (
-                f"its first running response is number {running_slot.index} "
-                f"to prompt {running_slot.request.prompt.uid}"
-            )
+        for slot in self.dispatcher.slots.values():
+            if slot.engine == engine and slot.sample is None:
+                uid = slot.request.prompt.uid
+                what = f"its first running response is number {slot.index} to prompt {uid}"
+                break
         silence = f"has sent nothing for {self.config.parallel.timeout:g} s (parallel.timeout)"
         return f"rollout: {m.rank_name(rank)} {silence}; {what}"
 
@@ -330,10 +323,9 @@ class Dispatcher:
             for i, e in enumerate(request.engine_by_response or [None] * len(request.seeds)):
                 slot = self.slots[request.first_id + i] = Slot(request, request.first_id + i, i, e)
                 (new_slots if e is None else continued_slots[e]).append(slot)
+        engines, count = len(self.engines), len(new_slots)
         for e, engine in enumerate(self.engines):
-            share = new_slots[
-                e * len(new_slots) // len(self.engines) : (e + 1) * len(new_slots) // len(self.engines)
-            ]
+            share = new_slots[e * count // engines : (e + 1) * count // engines]
             engine.queue += sorted(share, key=lambda slot: -slot.request.expected)
         return continued_slots
 
@@ -377,12 +369,14 @@ class Dispatcher:
             request, is_complete = slots[0].request, len(samples) == len(slots)
             yield request, SampleGroup(request.prompt, samples, self.version) if is_complete else None
 
-    def take_groups(self, most: int | None = None) -> list[SampleGroup]:
+    def take_groups(self, most: int | None = None, *, in_order: bool = True) -> list[SampleGroup]:
+        """Take complete groups. in_order: only those before the first incomplete one"""
         groups: list[SampleGroup] = []
         for _, group in self.groups():
-            if group is None or len(groups) == most:
+            if len(groups) == most or (in_order and group is None):
                 break
-            groups.append(group)
+            if group is not None:
+                groups.append(group)
         for sample in (sample for group in groups for sample in group.samples):
             del self.slots[sample.id]
         return groups
@@ -390,13 +384,6 @@ class Dispatcher:
     @property
     def num_groups(self) -> int:
         return len({slot.request.first_id for slot in self.slots.values()})
-
-    def take_finished(self, most: int) -> list[SampleGroup]:
-        """Take complete groups, also those behind incomplete ones."""
-        groups = [group for _, group in self.groups() if group is not None][:most]
-        for sample in (sample for group in groups for sample in group.samples):
-            del self.slots[sample.id]
-        return groups
 
     def clear(self) -> None:
         self.slots.clear()
@@ -412,8 +399,7 @@ def share_out(
     A response goes to the engine that would run dry first at its speed. An engine takes from the front of
     its queue, then from the end of the longest one, whose neighbours may share a prompt.
 
-    limits: most responses at once; finished: a measure of speed
-    """
+    limits: most responses at once; finished: a measure of speed"""
     speeds = [PRIOR + count for count in finished]
     counts = [0] * len(queues)
     # At equal times, non-empty queues come first.

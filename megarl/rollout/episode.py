@@ -294,8 +294,7 @@ async def generate_turn(
 
     Args:
         prefix: the turn's first tokens, from an aborted request
-        max_tokens: including `prefix`
-    """
+        max_tokens: including `prefix`"""
     data = await client.generate(tokens, seed, params, prefix, max_tokens)
     for start in _list_prefix_ends(data, prefix) if params.stop else ():
         data = _cut_at_stop(data, start, params.stop, tokenizer, len(tokens))
@@ -323,8 +322,7 @@ def _cut_at_stop(
 ) -> TokenData:
     """Cut a turn at a stop text that begins in its first `prefix` tokens and ends after them.
 
-    These tokens are in SGLang's prompt, which is not searched. context: tokens before the turn
-    """
+    These tokens are in SGLang's prompt, which is not searched. context: tokens before the turn"""
     window = stop_window(stop)
     for end in range(prefix + 1, min(prefix + window, found.num_tokens) + 1):
         newest_tokens = found.tokens[max(0, end - window) : end].tolist()

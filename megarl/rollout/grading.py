@@ -18,13 +18,12 @@ from megarl.config.schema import JUDGE, Config
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import policy_texts
 from megarl.data.sample import Sample, TokenData
-from megarl.rewards.judge import Opinion
+from megarl.rewards.judge import Judge, Opinion
 from megarl.rewards.judge_text import ends_in_thought
 from megarl.rewards.shaping import soft_overlong_punishment
 from megarl.rewards.verdict import Verdict, reference_to_verdict, short
 
 if TYPE_CHECKING:
-    from megarl.rewards.judge import Judge
     from megarl.rewards.pool import Item, VerifierPool
 
 _PROMPT_END = 16  # tokens; no tokenizer needs more for <think> and a newline
@@ -147,8 +146,10 @@ class Grader:
                 entry.sample.reflects = self.reflection.search(text) is not None
 
     def _decode_texts(self, samples: Sequence[Sample]) -> list[str]:
+        """Return the text of each sample's policy turns; turns without observations between them are one."""
         turns_by_sample = [
-            split_policy_turns(sample.data) if sample.data is not None else [] for sample in samples
+            [turn for turn, is_sampled in split_turns(sample.data) if is_sampled] if sample.data else []
+            for sample in samples
         ]
         texts = iter(policy_texts(self.tokenizer, [turn for turns in turns_by_sample for turn in turns]))
         return ["\n".join(islice(texts, len(turns))) for turns in turns_by_sample]
@@ -169,7 +170,7 @@ class Grader:
     def _get_verdicts(self, finished: Sequence[tuple[GradingRequest, str]]) -> list[Verdict]:
         """Return the verdicts of finished samples.
 
-        An episode's verdict stands, with the verifier's reward terms, unless only the verifier failed."""
+        An episode's own verdict stands, with the verifier's reward terms, unless only the verifier failed."""
         with_terms = self.with_terms and bool(self.reward.terms)
         items: list[Item] = []
         for (sample, prompt, episode_verdict, _), text in finished:
@@ -180,14 +181,10 @@ class Grader:
                 sizes = sample.num_sampled, self.max_tokens, sample.is_truncated
                 items.append((*answer, *sizes) if with_terms else answer)
         verifier_verdicts, verdicts = iter(self.verifier.verify(items)), []
-        for (_, _, episode_verdict, _), _ in finished:
-            verdict = (
-                episode_verdict if episode_verdict is not None and not with_terms else next(verifier_verdicts)
-            )
-            if episode_verdict is not None and (
-                verdict.error is None or episode_verdict.error is not None or not episode_verdict.graded
-            ):
-                verdict = replace(episode_verdict, terms=verdict.terms)
+        for (_, _, own, _), _ in finished:
+            verdict = next(verifier_verdicts) if own is None or with_terms else own
+            if own is not None and (verdict.error is None or own.error is not None or not own.graded):
+                verdict = replace(own, terms=verdict.terms)
             verdicts.append(verdict)
         return verdicts
 
@@ -213,11 +210,6 @@ class Grader:
         sample.correct, sample.graded, sample.score = verdict.correct, verdict.graded, verdict.score
         sample.extracted, sample.error = short(verdict.extracted), short(verdict.error)
         sample.terms, sample.overlong_penalty, sample.reward = dict(verdict.terms), penalty, total
-
-
-def split_policy_turns(data: TokenData) -> list[list[int]]:
-    """Return the tokens of each policy turn; turns without observations between them are one."""
-    return [turn for turn, is_sampled in split_turns(data) if is_sampled]
 
 
 def split_turns(data: TokenData) -> list[tuple[list[int], bool]]:

@@ -10,13 +10,7 @@ from megarl.config.schema import TRAIN, Config
 from megarl.data.sample import SampleGroup
 from megarl.rollout import messages as m
 from megarl.rollout.collector import GroupCollector
-from megarl.rollout.controller import (
-    Controller,
-    GroupRequest,
-    StepGroups,
-    TakePrompts,
-    make_sampling_params,
-)
+from megarl.rollout.controller import Controller, GroupRequest, StepGroups, TakePrompts, make_sampling_params
 
 Store = Callable[[m.CollectRollout, StepGroups], Awaitable[None]]
 
@@ -83,7 +77,10 @@ class InFlightController(Controller):
     def _offer_finished(self, collector: GroupCollector, step: int) -> None:
         """Offer finished groups, those started first. Drop groups that step may not use."""
         oldest_allowed = step - 1 - self.config.schedule.max_staleness
-        while not collector.is_full and (groups := self.dispatcher.take_finished(collector.missing)):
+        while not collector.is_full:
+            groups = self.dispatcher.take_groups(collector.missing, in_order=False)
+            if not groups:
+                break
             fresh_groups = [group for group in groups if group.oldest_version >= oldest_allowed]
             for group in groups:
                 if group.oldest_version < oldest_allowed:

@@ -349,9 +349,8 @@ class Hub:
         deadline = time.monotonic() + limit
         while missing_ranks := set(range(ranks)) - self.last_heard.keys():
             if time.monotonic() > deadline:
-                raise WaitTimeout(
-                    f"rollout: {rank_name(min(missing_ranks))} has not connected within {limit:g} s"
-                )
+                what = f"{rank_name(min(missing_ranks))} has not connected within {limit:g} s"
+                raise WaitTimeout(f"rollout: {what}")
             await self.receive(1.0)
 
     def reset_silence(self) -> None:
@@ -364,12 +363,9 @@ class Hub:
                 await self.send(number, KeepAlive())
 
     def find_silent_rank(self, limit: float) -> int | None:
-        silent_ranks = [
-            n
-            for n, last_heard in self.last_heard.items()
-            if n != TRAINER and time.monotonic() - last_heard > limit
-        ]
-        return min(silent_ranks, default=None)
+        now = time.monotonic()
+        silent = [n for n, heard in self.last_heard.items() if n != TRAINER and now - heard > limit]
+        return min(silent, default=None)
 
     def close(self) -> None:
         self.socket.close()
@@ -383,7 +379,6 @@ class Link:
     def __init__(
         self, context: zmq.asyncio.Context, address: str, number: int, *, here: bool = False
     ) -> None:
-        self.number, self.here = number, here
         self.socket = make_socket(context, zmq.DEALER)
         self.socket.identity = str(number).encode()
         if not here:

@@ -38,16 +38,6 @@ def compute_step_metrics(
     return stats | length_error(finished_groups) | source_stats(finished_groups), dict(error_counts)
 
 
-def accept_length(responses: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean tokens of a verification: the accepted ones of a draft, and the next one.
-
-    Empty without a draft model."""
-    verifications = sum(r.verifications for r in responses)
-    if not verifications:
-        return {}
-    return {"rollout/accept_length": 1 + sum(r.accepted_drafts for r in responses) / verifications}
-
-
 def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     """Return reward/*, response/*, reflection/* and episode/* of at least one response.
 
@@ -65,7 +55,6 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     if not responses:
         return failures
     lengths, count = [r.num_sampled for r in responses], len(responses)
-    has_scores = any(r.score is not None for r in responses)
     terms = dict.fromkeys(name for r in responses for name in r.terms)
     stats = {
         **failures,
@@ -76,10 +65,13 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / count,
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
-        **({"reward/score": mean_score(responses)} if has_scores else {}),
-        **accept_length(responses),
         **{f"reward/term_{name}": sum(r.terms.get(name, 0.0) for r in responses) / count for name in terms},
     }
+    if any(r.score is not None for r in responses):
+        stats["reward/score"] = mean_score(responses)
+    if verifications := sum(r.verifications for r in responses):
+        # Each verification yields the accepted tokens of a draft, and the next token.
+        stats["rollout/accept_length"] = 1 + sum(r.accepted_drafts for r in responses) / verifications
     if JUDGE in terms:  # with weight 0, a response without the judge's score is graded too
         scores = [r.terms[JUDGE] for r in responses if JUDGE in r.terms]
         stats[f"reward/term_{JUDGE}"] = sum(scores) / len(scores)

@@ -50,8 +50,7 @@ class RolloutRank:
 
     recover       restarts failed engines, see WeightSync; called on all engine ranks
     take_prompts  returns the next n prompts; called on the first rank
-    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)
-    """
+    seconds       of the last rollout: generate, verify, gather (waiting), idle (see Dispatcher)"""
 
     def __init__(
         self,
@@ -231,8 +230,7 @@ class RolloutRank:
     def _run_rollout(self, decide: Decide, known: Sequence[Prompt]) -> StepGroups:
         """Run a rollout. All ranks raise the controller's MegarlError.
 
-        known: the groups' prompts, if all ranks know them; else empty
-        """
+        known: the groups' prompts, if all ranks know them; else empty"""
         start_time = time.perf_counter()
         result = self._run(self._serve(decide))
         failure = result if isinstance(result, MegarlError) else None
@@ -278,7 +276,7 @@ class RolloutRank:
             Prompt(group.prompt.uid, "", group.prompt.tokens, "", group.prompt.source)
             for group in (() if known else groups)
         ]
-        samples = [[sample.with_data(None) for sample in group.samples] for group in groups]
+        samples = [group.with_data({}).samples for group in groups]
         versions = [group.policy_version for group in groups]
         idle = self.controller.dispatcher.idle_seconds
         return m.RolloutOutcome(prompts, samples, versions, {**stats}, errors, self.worker.seconds, idle)

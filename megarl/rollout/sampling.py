@@ -41,8 +41,7 @@ def routing_array(chosen: np.ndarray, tokens: int, experts: int) -> np.ndarray:
 
     Missing entries are the dtype's maximum: no engine feeds the last token to the model.
 
-    chosen: integers [t, layers, topk], t <= tokens
-    """
+    chosen: integers [t, layers, topk], t <= tokens"""
     dtype: Any = np.uint8 if experts < 256 else np.int16
     routing = np.full((tokens, *chosen.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
     routing[: len(chosen)] = chosen
@@ -87,8 +86,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
     """Return output number `index` (from 0) of splitmix64 with `seeds`, as float64 in [0, 1).
 
-    Integer arithmetic gives equal results on every device. seeds, index: int64 of one shape
-    """
+    Integer arithmetic gives equal results on every device. seeds, index: int64 of one shape"""
     z = seeds + (index + 1) * _GOLDEN
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2

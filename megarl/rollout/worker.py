@@ -250,7 +250,7 @@ class Worker:
 
     async def _report_graded(self, samples: Sequence[Sample]) -> None:
         self.graded |= {sample.id: sample for sample in samples}
-        metadata = [sample.with_data(None) for sample in samples]
+        metadata = [structs.replace(sample, data=None) for sample in samples]
         await self.link.send(m.SamplesFinished(self.engine.weight_version, metadata, self.client.busy))
 
     async def _report_tool_waits(self) -> None:

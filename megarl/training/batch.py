@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ def make_train_batch(
 ) -> TrainBatch:
     """Return this replica's sequences of a step, packed into micro-batches.
 
-    Every rank computes the same assignment. models: their sizes determine a sequence's cost."""
+    Every rank computes the same assignment. Collective if replicas share experts.
+    models: their sizes determine a sequence's cost"""
     critic_mini_batch = config.critic.mini_batch or mini_batch
     # One divides the other (config/check.py), and unions of balanced parts are balanced.
     smallest_size = min(mini_batch, critic_mini_batch)
@@ -49,94 +50,39 @@ def make_train_batch(
     if "prefix_tokens" in rollout:
         batch["policy_loss_weights"] = torch.where(batch.sampled_mask, batch["policy_loss_weights"], 0.0)
 
+    prompt_lengths = rollout.prompt_lengths[batch.rows] if shares_prompts else None
+
+    def pack(tokens: TrainBatch, ids: Tensor, chosen: Tensor) -> list[list[MicroBatch]]:
+        """Pack chosen sequences by mini-batch. ids: int64 [n], of mini-batches; chosen: bool [n]"""
+        mini_batches = []
+        for number in ids[chosen].unique():  # those with a sequence on any replica
+            indices = (chosen & (ids == number))[batch.rows].nonzero().squeeze(-1).tolist()
+            budget = config.update.tokens_per_micro_batch
+            packs = make_micro_batches(tokens, indices, budget, models[0], runtime, prompt_lengths)
+            mini_batches.append(packs)
+        return mini_batches
+
     all_sequences = torch.ones(rollout.num_sequences, dtype=torch.bool)
     is_finished = ~rollout["unfinished"] if "unfinished" in rollout else all_sequences
-    packer = Packer(rollout, batch.rows, groups, shares, config, models[0], runtime)
-    batch.mini_batches = packer.pack(batch, mini_batch // smallest_size, rollout.lengths, all_sequences)
+    batch.mini_batches = pack(batch, actor_ids, all_sequences)
     batch.critic_mini_batches = [batch.mini_batches]
-    critic_parts = critic_mini_batch // smallest_size
     if config.has_prompt_critic:
         prompts, token_indices = prompts_alone(batch)
-        mini_batches = packer.pack(prompts, critic_parts, critic_lengths(rollout, config), is_finished)
-        batch.critic_mini_batches = [
-            [
-                [
-                    replace(micro_batch, token_indices=token_indices[micro_batch.token_indices])
-                    for micro_batch in micro_batches
-                ]
-                for micro_batches in mini_batches
-            ]
-        ]
+        mini_batches = pack(prompts, critic_ids, is_finished)
+        for micro_batch in chain.from_iterable(mini_batches):
+            micro_batch.token_indices = token_indices[micro_batch.token_indices]
+        batch.critic_mini_batches = [mini_batches]
     elif config.critic.count > 1 or critic_mini_batch != mini_batch or not is_finished.all():
         critic_by_row = critic_numbers(rollout, config)
         batch.critic_mini_batches = [
-            packer.pack(batch, critic_parts, rollout.lengths, is_finished & (critic_by_row == critic))
+            pack(batch, critic_ids, is_finished & (critic_by_row == critic))
             for critic in range(config.critic.count)
         ]
     return batch
 
 
-@dataclass(frozen=True)
-class Packer:
-    """Packs this replica's sequences into micro-batches, by mini-batch.
-
-    rows    int64, this replica's rows of the rollout, in the order of `shares`
-    groups  int64 [n], equal for sequences that share a prompt
-    shares  [part][replica] -> rows; consecutive parts make a mini-batch"""
-
-    rollout: RolloutBatch
-    rows: Tensor
-    groups: Tensor
-    shares: Sequence[Sequence[Sequence[int]]]
-    config: Config
-    model: ModelChunks
-    runtime: Runtime
-
-    def pack(self, batch: TrainBatch, parts: int, lengths: Tensor, chosen: Tensor) -> list[list[MicroBatch]]:
-        """Return micro-batches of the chosen sequences; mini-batches without any are left out.
-
-        batch    tokens to pack: this replica's sequences, or their prompts alone
-        parts    consecutive parts that are one mini-batch
-        lengths  int64 [n], tokens of each sequence that the model reads; chosen: bool [n]"""
-        mini_batches, budget = [], self.config.update.tokens_per_micro_batch
-        prompt_lengths = self.rollout.prompt_lengths[self.rows] if self.config.update.share_prompts else None
-        end = 0
-        for first in range(0, len(self.shares), parts):
-            mini_batch_parts = self.shares[first : first + parts]
-            begin, end = end, end + sum(len(part[self.runtime.dp_rank]) for part in mini_batch_parts)
-            if not any(chosen[rows].any() for part in mini_batch_parts for rows in part):
-                continue
-            min_packs = (
-                self._most_packs(mini_batch_parts, lengths, chosen) if needs_equal_passes(self.runtime) else 1
-            )
-            indices = [i for i in range(begin, end) if chosen[self.rows[i]]]
-            mini_batches.append(
-                make_micro_batches(batch, indices, budget, self.model, min_packs, prompt_lengths)
-            )
-        return mini_batches
-
-    def _most_packs(self, united: Sequence[Sequence[Sequence[int]]], lengths: Tensor, chosen: Tensor) -> int:
-        """Return the largest number of micro-batches of any replica."""
-        pack_counts, budget = [1], self.config.update.tokens_per_micro_batch
-        for replica in range(self.runtime.layout.dp):
-            rows = [row for part in united for row in part[replica] if chosen[row]]
-            packs = _pack(self.rollout.prompt_lengths[rows], lengths[rows], self.groups[rows], budget)
-            pack_counts.append(len(packs))
-        return max(pack_counts)
-
-
-def needs_equal_passes(runtime: Runtime) -> bool:
-    """Return whether replicas share experts, and so must make the same number of passes."""
-    layout = runtime.layout
-    return layout.tp * layout.cp % layout.ep != 0
-
-
 def divide(
-    rollout: RolloutBatch,
-    ids: Tensor,
-    groups: Tensor | None,
-    models: Sequence[ModelChunks],
-    replicas: int,
+    rollout: RolloutBatch, ids: Tensor, groups: Tensor | None, models: Sequence[ModelChunks], replicas: int
 ) -> list[list[list[int]]]:
     """Return the rows of each mini-batch and replica, [mini-batch][replica], at equal cost.
 
@@ -206,20 +152,14 @@ def pack_chosen(
     model: ModelChunks,
     runtime: Runtime,
 ) -> list[MicroBatch]:
-    """Pack this replica's chosen sequences (bool [n], of the rollout) for a forward pass."""
-    rows, shares_prompts, prompts = batch.rows, config.update.share_prompts, rollout.prompt_lengths
-    groups = rollout["group_ids"] if shares_prompts else torch.arange(rollout.num_sequences)
-    indices, budget, min_packs = chosen[rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch, 1
-    if needs_equal_passes(runtime):
-        chosen_rows = rows[indices]
-        packs = _pack(prompts[chosen_rows], rollout.lengths[chosen_rows], groups[chosen_rows], budget)
-        min_packs = max(min_packs, int(max_over_ranks(runtime, len(packs))))
-    names = ["group_ids"] * shares_prompts + ["sampling_sets"] * ("sampling_sets" in batch)
-    columns = {name: batch[name] for name in names}
+    """Pack this replica's chosen sequences (bool [n], of the rollout) for a forward pass.
+
+    Collective if replicas share experts."""
+    indices, budget = chosen[batch.rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch
+    columns = {name: batch[name] for name in ("group_ids", "sampling_sets") if name in batch}
     tokens = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
-    return make_micro_batches(
-        tokens, indices.tolist(), budget, model, min_packs, prompts[rows] if shares_prompts else None
-    )
+    prompt_lengths = rollout.prompt_lengths[batch.rows] if config.update.share_prompts else None
+    return make_micro_batches(tokens, indices.tolist(), budget, model, runtime, prompt_lengths)
 
 
 def critic_lengths(rollout: RolloutBatch, config: Config) -> Tensor:
@@ -367,29 +307,29 @@ def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
     return gathered.index_select(0, micro_batch.order)
 
 
-def _pack(prompts: Tensor, lengths: Tensor, groups: Tensor, budget: int) -> list[list[list[int]]]:
-    return pack_groups(prompts.tolist(), (lengths - prompts).tolist(), groups.tolist(), budget)
-
-
 def make_micro_batches(
     batch: TrainBatch,
     indices: Sequence[int],
     max_tokens: int,
     model: ModelChunks,
-    at_least: int = 1,
+    runtime: Runtime | None = None,
     shared: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Pack the sequences `indices` into at least `at_least` micro-batches of at most `max_tokens`.
+    """Pack the sequences `indices` into micro-batches of at most `max_tokens`, at least one.
 
     Replicas without sequences take part with filler tokens. Virtual stages need a multiple of the pipeline's
     ranks.
 
+    runtime: for replicas that share experts, and so must make the same number of passes (collective)
     shared: int64 [n], lengths of prompts that are stored once per `group_ids`"""
     config, sequences = model.config, torch.as_tensor(indices, dtype=torch.int64)
     groups = torch.arange(len(sequences)) if shared is None else batch["group_ids"][sequences]
     prompts = batch.prompt_lengths if shared is None else shared
-    packs = _pack(prompts[sequences], batch.lengths[sequences], groups, max_tokens)
-    count = max(len(packs), at_least)
+    responses = (batch.lengths - prompts)[sequences]
+    packs = pack_groups(prompts[sequences].tolist(), responses.tolist(), groups.tolist(), max_tokens)
+    count = max(len(packs), 1)
+    if runtime is not None and runtime.layout.tp * runtime.layout.cp % runtime.layout.ep:
+        count = int(max_over_ranks(runtime, count))
     if config.virtual_pipeline_model_parallel_size is not None:
         count += -count % config.pipeline_model_parallel_size
     packs += [[] for _ in range(count - len(packs))]
@@ -467,9 +407,8 @@ def lay_out(
     lengths = batch.lengths[sequences] - skipped_lengths
     sizes = lengths + -lengths % (2 * cp) if cp > 1 else lengths
     total = int(sizes.sum())
-    if filler := -total % multiple or (
-        multiple if total == 0 else 0
-    ):  # one more sequence, without real tokens
+    filler = -total % multiple if total else multiple
+    if filler:  # one more sequence, without real tokens
         lengths, sizes, sequences, skipped_lengths = (
             torch.cat([column, column.new_tensor([filler_value])])
             for column, filler_value in ((lengths, 0), (sizes, filler), (sequences, 0), (skipped_lengths, 0))

@@ -78,10 +78,9 @@ FREE = (
 )
 # Not free: in bf16 the sum of the micro-batches' gradients differs.
 BOUND = ("parallel.grad_dtype",)
-ADDED: dict[str, Any] = {f"{model}.frozen": [] for model in ("actor", "critic")}
-ADDED |= {f"{model}.frozen_layers": 0 for model in ("actor", "critic")}
-ADDED |= {f"{model}.lora.rank": None for model in ("actor", "critic")}
-ADDED |= {f"{model}.optimizer": "adam" for model in ("actor", "critic")}
+_MODEL_DEFAULTS = {"frozen": [], "frozen_layers": 0, "lora.rank": None, "optimizer": "adam"}
+ADDED: dict[str, Any] = {f"actor.{key}": value for key, value in _MODEL_DEFAULTS.items()}
+ADDED |= {f"critic.{key}": value for key, value in _MODEL_DEFAULTS.items()}
 ADDED |= {"rollout.routing_replay": False, "rollout.sampling_replay": False, "rollout.window": None}
 ADDED |= {"teacher.path": None, "teacher.by_source": {}, "teacher.top_k": None}
 ADDED |= {"teacher.weights": None, "teacher.ratio_cap": None, "teacher.alpha": 0.0, "teacher.alone": False}
@@ -207,20 +206,17 @@ def check_continues(config: Config, checkpoint: Checkpoint) -> None:
             remedy = "set it back, or choose another run_dir"
             raise ConfigError(f"{key}: {what}, so it cannot continue from {checkpoint.path} ({remedy})")
     if config.steps < checkpoint.done:
-        raise ConfigError(
-            f"steps: {config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
-        )
+        what = f"{config.steps}, but {checkpoint.path} has done {checkpoint.done} already (raise it)"
+        raise ConfigError(f"steps: {what}")
 
 
 def moved_schedule(config: Config, checkpoint: Checkpoint) -> str | None:
     """Return a warning if a new `steps` changes the learning rate."""
     saved_steps = checkpoint.manifest.get("steps", config.steps)
-    models = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
-    keys = [
-        f"{name}.schedule {optimizer.schedule}"
-        for name, optimizer in models.items()
-        if optimizer.schedule != "constant"
-    ]
+    schedules = {"actor": config.actor.schedule}
+    if config.has_critic:
+        schedules["critic"] = config.critic.schedule
+    keys = [f"{name}.schedule {kind}" for name, kind in schedules.items() if kind != "constant"]
     if saved_steps == config.steps or not keys:
         return None
     return f"steps: {config.steps}, no longer {saved_steps}: the learning rate jumps ({', '.join(keys)})"
@@ -230,10 +226,9 @@ def check_same_adapters(config: Config, checkpoint: Checkpoint) -> None:
     settings = _list_fixed_keys(config)  # an evaluation may lack the other models
     for key, saved_value in (ADDED | checkpoint.settings).items():
         if key.startswith("actor.lora.") and settings[key] != saved_value:
-            what = (
-                f"is {settings[key]!r}, and the actor in {checkpoint.path} was trained with {saved_value!r}"
-            )
-            raise ConfigError(f"{key}: {what} (give the run's own configuration)")
+            what = f"the actor in {checkpoint.path} was trained with {saved_value!r}"
+            remedy = "give the run's own configuration"
+            raise ConfigError(f"{key}: is {settings[key]!r}, and {what} ({remedy})")
 
 
 def find_checkpoint(run_dir: Path, but: Collection[Path] = ()) -> tuple[Checkpoint | None, list[str]]:
@@ -269,9 +264,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: its writing was interrupted")
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / MANIFEST}: format {manifest.get('format')}, this megarl reads {FORMAT}"
-        )
+        what = f"format {manifest.get('format')}, this megarl reads {FORMAT}"
+        raise CheckpointError(f"{path / MANIFEST}: {what}")
     if manifest.get(SEAL) != _checksum(manifest):
         raise CheckpointError(f"{path / MANIFEST}: is damaged: its SHA-256 differs")
     for key, (is_valid, expected_type) in MANIFEST_PARTS.items():
@@ -301,15 +295,13 @@ def choose_checkpoint(runtime: Runtime, run_dir: Path) -> tuple[Checkpoint | Non
     lines: list[str] = []
     while True:
         # Rank 0 chooses: ranks could see different files.
-        path, manifest, skipped = None, "", list[str]()
+        found, skipped = None, list[str]()
         if runtime.rank == 0:
             checkpoint, skipped = find_checkpoint(run_dir, damaged_paths)
-            path, manifest = (
-                (None, "") if checkpoint is None else (checkpoint.path, json.dumps(checkpoint.manifest))
-            )
-        message_type = tuple[Path | None, str, list[str]]
-        path, manifest, skipped = broadcast_from_rank_0(runtime, (path, manifest, skipped), message_type)
-        checkpoint = None if path is None else Checkpoint(path, json.loads(manifest))
+            found = (checkpoint.path, json.dumps(checkpoint.manifest)) if checkpoint else None
+        message_type = tuple[tuple[Path, str] | None, list[str]]
+        found, skipped = broadcast_from_rank_0(runtime, (found, skipped), message_type)
+        checkpoint = None if found is None else Checkpoint(found[0], json.loads(found[1]))
         lines += [line for line in skipped if line not in lines]
         if checkpoint is None and damaged_paths:
             what = "all of its checkpoints are damaged (restore one, or choose another folder)"
@@ -339,9 +331,8 @@ def prune(run_dir: Path, keep: CheckpointConfig) -> list[str]:
     failures = []
     oldest = complete_keys[-1] if not keep.keep else complete_keys[: keep.keep][-1]
     for (is_step, step), path in _all(run_dir):
-        is_kept = (
-            is_step and keep.keep_every and step % keep.keep_every == 0 and not path.name.startswith(".")
-        )
+        is_finished_step = is_step and not path.name.startswith(".")
+        is_kept = is_finished_step and keep.keep_every and step % keep.keep_every == 0
         if (is_step, step) < oldest and not is_kept:
             try:
                 # First: an interrupted removal must not look complete.

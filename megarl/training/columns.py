@@ -1,7 +1,6 @@
 """Compute advantages, returns and metrics between the forward passes and the updates.
 
-Metrics are over all replicas. The formulas are in `megarl.algorithms`.
-"""
+Metrics are over all replicas. The formulas are in `megarl.algorithms`."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def add_group_advantages(
     method = config.algorithm.advantage_method
     responses = Responses(rewards, rollout["group_ids"], in_loss, parts, weights)
     options = config.algorithm.arguments(method.options)
-    advantages = load_function(method.function)(responses, **options)
+    advantages = load_function(method.function)(responses, **options).float()
     write_advantages(config.algorithm, batch, batch.spread(advantages[batch.rows]), runtime)
     return metrics
 
@@ -221,9 +220,8 @@ def mismatch(
 
     version: of the weights whose tokens count; None: all tokens"""
     engine, on_policy_mask = batch["engine_logprobs"], batch.sampled_mask
-    if (
-        "prefix_tokens" not in batch and version is not None
-    ):  # tokens of each response that earlier steps sampled
+    # With `prefix_tokens`, `sampled_mask` leaves out the tokens of earlier steps.
+    if "prefix_tokens" not in batch and version is not None:
         on_policy_mask = on_policy_mask & (batch["policy_version"] == version)[batch.sequence_ids]
     sums, largest = mismatch_sums(trainer, engine, on_policy_mask)
     metrics = mismatch_metrics(sum_over_replicas(runtime, sums), max_over_ranks(runtime, float(largest)))

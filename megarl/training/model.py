@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.algorithms.losses import loss_metrics
+from megarl.algorithms.losses import Stats, loss_metrics
 from megarl.config.errors import NumericalError
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.data.batch import MicroBatch, TrainBatch
@@ -40,7 +41,6 @@ from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
 from megarl.training.self_teacher import AverageWeights
 
-Stats = dict[str, Tensor]
 # loss(output of the head, micro-batch) -> (loss with global denominators, statistics as sums)
 Loss = Callable[[Any, MicroBatch], tuple[Tensor, Stats]]
 
@@ -119,13 +119,10 @@ class InferenceModel:
         end_micro_batches = []
         for micro_batch in micro_batches:
             is_last = torch.isin(micro_batch.token_indices, ends)
-            positions = micro_batch.at[is_last]
-            fields = locate(
-                positions, positions, torch.zeros_like(positions), micro_batch.cut, micro_batch.tokens.device
-            )
-            end_micro_batches.append(
-                replace(micro_batch, token_indices=micro_batch.token_indices[is_last], **fields)
-            )
+            positions, device = micro_batch.at[is_last], micro_batch.tokens.device
+            fields = locate(positions, positions, torch.zeros_like(positions), micro_batch.cut, device)
+            token_indices = micro_batch.token_indices[is_last]
+            end_micro_batches.append(replace(micro_batch, token_indices=token_indices, **fields))
         return self._columns(("scores",), batch, end_micro_batches)["scores"][ends]
 
     def _columns(
@@ -141,7 +138,7 @@ class InferenceModel:
             outputs = self._run(micro_batches, collect, forward_only=True)
         columns: dict[str, Tensor] | None = None
         if self.runtime.is_last_stage:
-            shape = (batch.num_tokens, *([k] if k else []))
+            shape = (batch.num_tokens, k) if k else (batch.num_tokens,)
             columns = {name: torch.zeros(shape) for name in names}
             for micro_batch, output in zip(micro_batches, outputs, strict=True):
                 head_outputs = output if isinstance(output, tuple) else (output,)
@@ -157,9 +154,7 @@ class InferenceModel:
             if not column.isfinite().all()
         ]
         if any_rank(self.runtime, bool(problems)):
-            problem = next(
-                text for texts in gather_objects(self.runtime, problems, list[str]) for text in texts
-            )
+            problem = next(chain.from_iterable(gather_objects(self.runtime, problems, list[str])))
             raise NumericalError(f"{self.name}: {problem} are not finite; nothing was updated with them")
         return result
 
@@ -172,13 +167,8 @@ class InferenceModel:
             sets = micro_batch.sampling_sets if self.replays_sampling else None
             others = None if forward_only else micro_batch.others
             labels = labels_and_others(micro_batch, others if sets is None else sets)
-            output = chunk(
-                micro_batch.tokens,
-                micro_batch.positions,
-                micro_batch.packed,
-                micro_batch.logit_indices,
-                labels,
-            )
+            tokens, positions = micro_batch.tokens, micro_batch.positions
+            output = chunk(tokens, positions, micro_batch.packed, micro_batch.logit_indices, labels)
 
             def loss_func(output: Any) -> tuple[Tensor, Tensor, Any]:
                 started = time.perf_counter()
@@ -375,12 +365,10 @@ class TrainableModel(InferenceModel):
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        if any_rank(
-            self.runtime, bool(parameter_sums) and not bool(torch.isfinite(torch.stack(parameter_sums).sum()))
-        ):
-            error = NumericalError(
-                f"{self.name} update: the weights are no longer finite (continue from a checkpoint)"
-            )
+        is_bad = bool(parameter_sums) and not bool(torch.isfinite(torch.stack(parameter_sums).sum()))
+        if any_rank(self.runtime, is_bad):
+            what = "the weights are no longer finite (continue from a checkpoint)"
+            error = NumericalError(f"{self.name} update: {what}")
             error.fatal = True
             raise error
         return UpdateResult(sums, float(grad_norm or 0.0))
@@ -397,11 +385,7 @@ class TrainableModel(InferenceModel):
 
         stats_by_micro_batch = self._run(micro_batches, record_loss, forward_only=False)
         losses = [float(stats.pop("_loss")) for stats in stats_by_micro_batch]
-        problems = [
-            f"loss of micro-batch {i} is {value}"
-            for i, value in enumerate(losses)
-            if not math.isfinite(value)
-        ]
+        problems = [f"loss of micro-batch {i} is {x}" for i, x in enumerate(losses) if not math.isfinite(x)]
         if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in self.buffers):
             problems.append("gradient is not finite")
         if any_rank(self.runtime, bool(problems)):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import (
+    Stats,
     chance_loss,
     entropy_loss,
     importance_weights,
@@ -22,7 +23,7 @@ from megarl.algorithms.losses import (
 from megarl.config.methods import load_function
 from megarl.config.schema import AlgorithmConfig, TeacherConfig
 from megarl.data.batch import MicroBatch, TrainBatch
-from megarl.training.model import Loss, Stats
+from megarl.training.model import Loss
 
 
 def actor_loss(
@@ -68,9 +69,8 @@ def actor_loss(
             selected=None if selected is None else selected[micro_batch.token_indices].to(weights.device),
             top_k_logprobs=top_k_logprobs,
         )
-        for factor, (term, term_stats) in further_terms(
-            config, batch, micro_batch, logprobs, entropy, teacher_token_logprobs, teacher
-        ):
+        columns = logprobs, entropy, teacher_token_logprobs
+        for factor, (term, term_stats) in further_terms(config, batch, micro_batch, *columns, teacher):
             total, stats = total + factor * term, stats | term_stats
         return total, stats
 
@@ -109,11 +109,8 @@ def further_terms(
     if config.nll_weight:
         yield config.nll_weight, nll_loss(logprobs, column("nll_loss_weights"))
     if config.kl_weight:
-        reference = column("ref_logprobs")
-        yield (
-            config.kl_weight,
-            kl_loss(logprobs, reference, column("policy_loss_weights"), config.kl_estimator),
-        )
+        reference, weights = column("ref_logprobs"), column("policy_loss_weights")
+        yield config.kl_weight, kl_loss(logprobs, reference, weights, config.kl_estimator)
     if config.entropy_weight:
         entropy_column = "entropy_weights" if config.agreement.filter else weights_column
         yield config.entropy_weight, entropy_loss(entropy, column(entropy_column))

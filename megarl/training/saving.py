@@ -76,9 +76,8 @@ class Part(NamedTuple):
         if self.offsets is None:
             return WriteItem(MetadataIndex(self.key), WriteItemType.BYTE_IO)
         chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.extents))
-        tensor_data = TensorWriteData(
-            chunk, TensorProperties(getattr(torch, self.dtype)), torch.Size(self.shape)
-        )
+        properties = TensorProperties(getattr(torch, self.dtype))
+        tensor_data = TensorWriteData(chunk, properties, torch.Size(self.shape))
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=tensor_data)
 
 
@@ -150,13 +149,7 @@ class CheckpointWriter:
         self._writing: _Writing | None = None
 
     def save(
-        self,
-        stage: str,
-        step: int,
-        parts: tuple[str, ...],
-        state: Mapping[str, Any],
-        *,
-        now: bool = False,
+        self, stage: str, step: int, parts: tuple[str, ...], state: Mapping[str, Any], *, now: bool = False
     ) -> None:
         """Finish the previous checkpoint and start that of `step`; with `now`, finish it too.
 
@@ -318,10 +311,7 @@ class _Writing:
             self._add([Path(shutil.copy(path, folder))])
 
     def complete(
-        self,
-        models: Mapping[str, HostCopy],
-        reports: list[tuple[Entries, dict[str, Any]]],
-        config: Config,
+        self, models: Mapping[str, HostCopy], reports: list[tuple[Entries, dict[str, Any]]], config: Config
     ) -> None:
         partial, final = self.partial, self.final
         for name, copy in models.items():
@@ -358,9 +348,8 @@ class HostCopier:
             with quiet_warnings():
                 return self.copy_state(state)
         except FAILURES as error:
-            raise CheckpointError(
-                f"cannot be put together: {reason(error)} (a defect: please report it)"
-            ) from error
+            what = f"cannot be put together: {reason(error)} (a defect: please report it)"
+            raise CheckpointError(what) from error
 
     def copy_state(self, state: dict[str, Any]) -> HostCopy:
         """Collective. Raises RuntimeError on every rank if parts are missing or overlap."""
@@ -386,11 +375,8 @@ class HostCopier:
         for part in parts:
             # replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
             replica_id = part.replica_id
-            if (
-                isinstance(part, ShardedTensor)
-                and isinstance(replica_id, tuple)
-                and ".experts." not in part.key
-            ):
+            is_dense_tensor = isinstance(part, ShardedTensor) and ".experts." not in part.key
+            if is_dense_tensor and isinstance(replica_id, tuple):
                 if not any(replica_id[:-1]):
                     shared_parts.append(part)
             elif is_main_replica(replica_id):

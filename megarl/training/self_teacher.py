@@ -12,9 +12,9 @@ from megarl.config.schema import Config, TeacherConfig
 from megarl.data.batch import MicroBatch, RolloutBatch, TrainBatch
 from megarl.data.teacher_prompts import PADDING, SIBLING
 from megarl.model.builder import ModelChunks
-from megarl.parallel.comm import max_over_ranks, sum_over_replicas
+from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import make_micro_batches, needs_equal_passes
+from megarl.training.batch import make_micro_batches
 
 
 class TeacherBatch(NamedTuple):
@@ -120,10 +120,8 @@ def pack_teacher_batch(
     batch: TrainBatch, config: Config, model: ModelChunks, runtime: Runtime
 ) -> list[MicroBatch]:
     """Pack the sequences for a forward pass. Collective if replicas share experts."""
-    sequences, budget, least = range(batch.num_sequences), config.update.tokens_per_micro_batch, 1
-    if needs_equal_passes(runtime):
-        least = int(max_over_ranks(runtime, len(make_micro_batches(batch, sequences, budget, model))))
-    return make_micro_batches(batch, sequences, budget, model, least)
+    budget = config.update.tokens_per_micro_batch
+    return make_micro_batches(batch, range(batch.num_sequences), budget, model, runtime)
 
 
 class AverageWeights:

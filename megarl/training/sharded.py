@@ -137,21 +137,13 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
         raise CheckpointError(f"{folder}: cannot be read: {reason(error)} ({remedy})") from error
-    unmatched_names = [
-        name
-        for chunk_index, chunk in enumerate(model.chunks)
-        for names in chunk.load_state_dict(loaded["model"][str(chunk_index)], strict=False)
-        for name in names
-    ]
     only_adapters = _has_adapters(model)
-    if wrong_names := [
-        name
-        for name in unmatched_names
-        if not (name.endswith(EXTRA) or (only_adapters and not _is_beside(name)))
-    ]:
-        raise CheckpointError(
-            f"{folder}: does not fit the model: {wrong_names[0]} (remove it to continue from an older one)"
-        )
+    for chunk_index, chunk in enumerate(model.chunks):
+        missing, unexpected = chunk.load_state_dict(loaded["model"][str(chunk_index)], strict=False)
+        for name in (*missing, *unexpected):
+            if not (name.endswith(EXTRA) or (only_adapters and not _is_beside(name))):
+                what = f"does not fit the model: {name} (remove it to continue from an older one)"
+                raise CheckpointError(f"{folder}: {what}")
     return loaded
 
 
@@ -195,15 +187,13 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     keeps_extra_state = model.config.fp8 and model.config.fp8_recipe == "delayed"
     states = {}
     for chunk_index, chunk in enumerate(model.chunks):
-        state = (
-            MegatronModule.sharded_state_dict(chunk, **options)
-            if isinstance(chunk, Critic)
-            else chunk.sharded_state_dict(**options)
-        )
-        filtered_state = {
-            name: value for name, value in state.items() if keeps_extra_state or f".{EXTRA}" not in name
+        is_critic = isinstance(chunk, Critic)
+        method = MegatronModule.sharded_state_dict if is_critic else type(chunk).sharded_state_dict
+        states[str(chunk_index)] = {
+            name: value
+            for name, value in method(chunk, **options).items()
+            if keeps_extra_state or f".{EXTRA}" not in name
         }
-        states[str(chunk_index)] = filtered_state
     return states
 
 
@@ -216,16 +206,11 @@ def _is_beside(name: str) -> bool:
 
 
 def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
-    num_experts, state = chunk.config.num_moe_experts or 0, dict[str, ShardedTensor]()
-    first_expert = (
-        parallel_state.get_expert_model_parallel_rank()
-        * num_experts
-        // chunk.config.expert_model_parallel_size
-    )
-    tp = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    state: dict[str, ShardedTensor] = {}
+    local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for name, parameter in chunk.named_parameters():
         if not _is_beside(name):
@@ -237,14 +222,12 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
             replica_id = 0, 0, parallel_state.get_expert_data_parallel_rank()
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
         elif getattr(parameter, "tensor_model_parallel", False):
-            rank_offset = (parameter.partition_dim, *tp)
-            state[name] = ShardedTensor.from_rank_offsets(
-                key, parameter, rank_offset, replica_id=(0, 0, dp_rank)
-            )
+            rank_offset, replica_id = (parameter.partition_dim, tp_rank, tp), (0, 0, dp_rank)
+            state[name] = ShardedTensor.from_rank_offsets(key, parameter, rank_offset, replica_id=replica_id)
             if name.endswith("gate_up_proj_b"):
                 state[name] = apply_swiglu_sharded_factory(state[name], ())
         else:
-            replica_id = 0, tp[0], dp_rank
+            replica_id = 0, tp_rank, dp_rank
             state[name] = ShardedTensor.from_rank_offsets(key, parameter, replica_id=replica_id)
     return state
 
@@ -316,9 +299,8 @@ def _lend_steps(model: TrainableModel) -> None:
         return [float(group.get("step", 0)) for group in adam.param_groups if group["params"]]
 
     adams = [optimizer.optimizer for optimizer in model.optimizers]
-    steps_by_rank = gather_objects(
-        model.runtime, [max(list_steps(adam), default=0.0) for adam in adams], list[float]
-    )
+    own_steps = [max(list_steps(adam), default=0.0) for adam in adams]
+    steps_by_rank = gather_objects(model.runtime, own_steps, list[float])
     for adam, counts in zip(adams, zip(*steps_by_rank, strict=True), strict=True):
         if any(group["params"] for group in adam.param_groups):
             continue
@@ -340,9 +322,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     for group in adam.param_groups:
         saved_group = saved_groups[_group_key(group)]
         group.update({key: value for key, value in saved_group.items() if key in group})
-    old_steps = [
-        parameter_state.pop("step") for parameter_state in adam.state.values() if "step" in parameter_state
-    ]
+    old_steps = [state.pop("step") for state in adam.state.values() if "step" in state]
     optimizer.load_parameter_state_from_fully_reshardable(state.pop("param_state", {}))
     steps = max(int(group.get("step", 0)) for group in saved_groups.values())
     if old_steps:

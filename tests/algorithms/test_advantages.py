@@ -56,13 +56,13 @@ def test_group_advantages_equal_the_formula(rows):
         flat = len(set(members)) == 1
         expected.append(0.0 if flat else (r - statistics.fmean(members)) / (statistics.stdev(members) + 1e-6))
     result = adv.group_advantages(Responses(rewards, ids))
-    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(result, torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)
     means = [r - statistics.fmean(groups[g]) for g, r in rows]
     found = group_mean(Responses(rewards, ids))
-    torch.testing.assert_close(found, torch.tensor(means), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, torch.tensor(means).double(), rtol=1e-6, atol=1e-6)
     others = [r - (sum(groups[g]) - r) / (len(groups[g]) - 1) if len(groups[g]) > 1 else 0.0 for g, r in rows]
     found = leave_one_out(Responses(rewards, ids))
-    torch.testing.assert_close(found, torch.tensor(others), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found, torch.tensor(others).double(), rtol=1e-6, atol=1e-5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
     torch.testing.assert_close(
         adv.group_advantages(Responses(rewards[order], ids[order])), result[order], rtol=1e-6, atol=1e-12
@@ -87,9 +87,10 @@ def test_group_advantages_by_hand():
     """+1, -1, -1, -1: mean -1/2, sample standard deviation 1. Single and equal rewards give exactly 0."""
     rewards, ids = torch.tensor([1.0, 0.1, -1, 0.1, -1, 5, -1, 0.1]), torch.tensor([7, 2, 7, 2, 7, 0, 7, 2])
     result = adv.group_advantages(Responses(rewards, ids))
-    torch.testing.assert_close(result[[0, 2, 4, 6]], torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=2e-6, atol=0)
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5], dtype=torch.float64)
+    torch.testing.assert_close(result[[0, 2, 4, 6]], expected, rtol=2e-6, atol=0)
     assert result[[1, 3, 5, 7]].tolist() == [0, 0, 0, 0]
-    assert adv.group_advantages(Responses(torch.tensor([1, 0]), torch.tensor([0, 0]))).dtype == torch.float32
+    assert adv.group_advantages(Responses(torch.tensor([1, 0]), torch.tensor([0, 0]))).dtype == torch.float64
 
 
 def per_reward(rewards, weights, ids, counted):
@@ -145,7 +146,7 @@ def test_per_reward_advantages_equal_the_formula(rows, weights):
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
     again = per_reward(rewards[order], own, ids[order], counted[order])
     torch.testing.assert_close(again, result[order], rtol=1e-6, atol=1e-9)
-    assert per_reward(rewards.float(), own, ids, counted).dtype == torch.float32
+    assert per_reward(rewards.float(), own, ids, counted).dtype == torch.float64
 
 
 def test_rewards_whose_sums_are_alike_are_told_apart():
@@ -274,7 +275,7 @@ def test_gae_of_20k_tokens(lam):
 
 
 def test_gae_of_more_responses_than_fit_into_one_block():
-    n = adv.GAE_ROWS + 300
+    n = adv.GAE_WINDOW // adv.GAE_STEPS[0] + 300
     batch = make_batch([(1, 1 + (i * 7919) % 9) for i in range(n)], 2)
     e = batch.experience
     expected = loop_gae(e["rewards"].tolist(), e["values"].tolist(), batch.spans, [0.9] * n, 1.0)

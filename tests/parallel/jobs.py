@@ -143,10 +143,7 @@ def logprobs(
     if sets is not None:
         experience["sampling_sets"] = sets
     rows = range(len(prompts)) if routing is None else range(runtime.dp_rank, len(prompts), runtime.layout.dp)
-    # Experts on several replicas need the same number of passes on each of them.
-    batches = make_micro_batches(
-        experience, rows, budget, actor, at_least=1 if routing is None else len(prompts)
-    )
+    batches = make_micro_batches(experience, rows, budget, actor, runtime)
     inference = InferenceModel("actor", actor, runtime)
     inference.replays_routing, inference.replays_sampling = routing is not None, sets is not None
     start_counting(actor.routings, grad=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from megarl.config.phases import select_phases
 from megarl.config.schema import Config, OptimizerConfig, ParallelConfig
@@ -228,7 +229,8 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
         sample = Sample.from_data(TokenData(tokens.copy(), logprobs.copy()), owner, **graded)
         if owner == runtime.rank:
             kept.append(sample.data)
-        groups[number // group].samples.append(sample if owner == runtime.rank else sample.with_data(None))
+        elsewhere = structs.replace(sample, data=None)
+        groups[number // group].samples.append(sample if owner == runtime.rank else elsewhere)
     batch = make_rollout_batch(groups)
     known = [batch.lengths, batch.response_lengths, batch.prompt_lengths, batch.owners]
     known += batch.columns.values()

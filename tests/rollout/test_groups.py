@@ -354,8 +354,8 @@ def test_one_response_alone_counts_where_none_is_compared(advantage, counts):
 
 def test_samples_and_tokens_survive_the_wire():
     for one in (*of_turns(1).samples, *of_turns(2, reward=False).samples, *group(3, 1).samples):
-        sent = msgspec.msgpack.encode(one.with_data(None))
-        assert msgspec.msgpack.decode(sent, type=Sample) == one.with_data(None)
+        sent = msgspec.msgpack.encode(structs.replace(one, data=None))
+        assert msgspec.msgpack.decode(sent, type=Sample) == structs.replace(one, data=None)
         told = m.decode_message("rank 1", m.encode_message(m.TokenDataReply({5: one.data})))
         assert isinstance(told, m.TokenDataReply) and told.data[5] == one.data
         for name, column in structs.asdict(one.data).items():
@@ -375,7 +375,7 @@ def test_state_survives_json_exactly():
         assert a.data.tokens.dtype == np.int32 and a.data.logprobs.dtype == np.float32
         assert np.array_equal(a.data.tokens, b.data.tokens)
         assert np.array_equal(a.data.logprobs, b.data.logprobs)
-        assert a.with_data(None) == b.with_data(None)
+        assert structs.replace(a, data=None) == structs.replace(b, data=None)
     old = group_state(before)  # a checkpoint from before these fields existed
     for response in old["responses"]:
         for name in ("reflects", "routing", "sampled", "rewards", "turns", "calls"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.config.schema import GymConfig
 from megarl.data.generated import reference_to
 from megarl.rewards import VerifierPool
-from megarl_tasks.gym import VERIFIER, GymRow, generate
+from megarl_tasks.gym import VERIFIER, GeneratedRow, generate
 
 pytestmark = pytest.mark.skipif(
     find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed (pip install 'megarl[gym]')"
@@ -24,12 +24,12 @@ TASKS = ["lcm", "rearc", "graph_color", "propositional_logic", "prime_factorizat
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, GymRow]:
+def rows() -> dict[str, GeneratedRow]:
     made = generate({"data.train[0].gym": GymConfig.model_validate({"tasks": TASKS, "size": len(TASKS)})})
     return {row.task: row for row in made}
 
 
-def test_scores_in_the_pool(rows: dict[str, GymRow]) -> None:
+def test_scores_in_the_pool(rows: dict[str, GeneratedRow]) -> None:
     """Beside answers for reward.verifier, in workers that have the scorers from their start on."""
     items = [
         (f"<answer>0</answer> <answer> {row.answer}\n</answer>.", reference_to(row.answer, row.entry))
@@ -51,7 +51,7 @@ def test_scores_in_the_pool(rows: dict[str, GymRow]) -> None:
     assert by_dapo.correct and by_dapo.score is None and by_dapo.reward(1.0, -1.0) == 1.0
 
 
-def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
+def test_a_scorer_that_raises(rows: dict[str, GeneratedRow]) -> None:
     """An answer on which only its scorer raises is wrong, or a policy would learn to write such answers.
 
     If the scorer also raises for the known answer, the response is ungraded."""
@@ -71,7 +71,7 @@ def test_a_scorer_that_raises(rows: dict[str, GymRow]) -> None:
     assert not failed.graded and failed.error == "KeyError: 'answer'"
 
 
-def test_entries_as_they_were(rows: dict[str, GymRow]) -> None:
+def test_entries_as_they_were(rows: dict[str, GeneratedRow]) -> None:
     from fractions import Fraction
 
     import numpy as np

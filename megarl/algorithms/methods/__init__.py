@@ -1,4 +1,3 @@
 """Formulas of methods beyond PPO, listed in `megarl.config.methods`.
 
-Their work across ranks is in megarl/training/methods.
-"""
+Their work across ranks is in megarl/training/methods."""

@@ -1,7 +1,6 @@
 """Clip-Cov and KL-Cov (arXiv 2505.22617): tokens of high covariance are masked or penalised.
 
-megarl/training/methods/covariance.py selects them in the whole mini-batch.
-"""
+megarl/training/methods/covariance.py selects them in the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ def clip_cov(t: Tokens) -> Objective:
 def kl_cov(t: Tokens, kl_weight: float) -> Objective:
     """Return r_t A_t, unclipped, minus kl_weight |log r_t| on the selected tokens.
 
-    The KL estimate is that of PRIME-RL/Entropy-Mechanism-of-RL.
-    """
+    The KL estimate is that of PRIME-RL/Entropy-Mechanism-of-RL."""
     assert t.selected is not None
     penalty = kl_weight * t.ratio.log().abs() * t.selected
     return Objective(t.ratio * t.advantage - penalty, t.ratio < t.low, t.ratio > t.high, _statistics(t))

@@ -23,15 +23,13 @@ def dppo_kl(t: Tokens, ratio_cap: float) -> Objective:
 def _compared_logprobs(t: Tokens) -> list[Tensor]:
     """Return log pi and log pi_old, [T, 2 + k], of the token, the top-k tokens, and all others.
 
-    The others' probability is at least 1e-8, since rounding could make it negative.
-    """
+    The others' probability is at least 1e-8, since rounding could make it negative."""
     logprobs_by_policy = []
-    for token_logprobs, top_k in zip(
-        (t.logprobs.detach(), t.old_logprobs), t.top_k_logprobs or (None, None), strict=True
-    ):
-        logprobs = (
-            token_logprobs[:, None] if top_k is None else torch.cat([token_logprobs[:, None], top_k], -1)
-        )
+    top_k_by_policy = t.top_k_logprobs or (None, None)
+    for token_logprobs, top_k in zip((t.logprobs.detach(), t.old_logprobs), top_k_by_policy, strict=True):
+        logprobs = token_logprobs[:, None]
+        if top_k is not None:
+            logprobs = torch.cat([logprobs, top_k], -1)
         other_logprobs = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log()
         logprobs_by_policy.append(torch.cat([logprobs, other_logprobs], -1))
     return logprobs_by_policy
@@ -41,8 +39,7 @@ def _objective(t: Tokens, ratio_cap: float, divergence: Tensor) -> Objective:
     """Return min(r_t, ratio_cap) A_t log pi_t without gradient through the ratio; 0 outside the region.
 
     A token is outside if its probability moved in the direction of A_t and the divergence [T] exceeds
-    clip_high (A_t > 0) or clip_low (A_t <= 0).
-    """
+    clip_high (A_t > 0) or clip_low (A_t <= 0)."""
     change = t.logprobs.detach() - t.old_logprobs
     too_low = (divergence > t.clip_low) & (change < 0) & (t.advantage <= 0)
     too_high = (divergence > t.clip_high) & (change > 0) & (t.advantage > 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.algorithms.advantages import Responses, as_advantages, centre_by_group
+from megarl.algorithms.advantages import Responses, centre_by_group
 
 
 def group_mean(r: Responses) -> Tensor:
-    """Return R_i - mean(R) within the group, [n]."""
-    return as_advantages(centre_by_group(r).rewards, r.rewards)
+    """Return R_i - mean(R) within the group, float64 [n]."""
+    return centre_by_group(r).rewards

@@ -40,8 +40,7 @@ def future_factors(
     Args:
         log_ratio: log r_t, float64 [T], 0 on uncounted tokens.
         advantage: A_t, float64 [T].
-        sequence_ids: int [T]; the tokens of a sequence are contiguous.
-    """
+        sequence_ids: int [T]; the tokens of a sequence are contiguous."""
     is_above_limit, decay, step = log_ratio > math.log(limit), 2 ** (-1 / half_life), 1
     future = torch.where(is_above_limit, 0.0, log_ratio)
     # `future` sums over `step` tokens. Each round doubles `step`.

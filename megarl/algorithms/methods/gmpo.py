@@ -11,8 +11,7 @@ def gmpo(t: Tokens) -> Objective:
     """Return A exp(mean over the response of d_t), with d_t = log r_t clipped on one side.
 
     d_t is at most clip_high if A > 0, else at least -clip_low: both are logarithms. With sample-level
-    aggregation the loss is the mean over responses, as in the authors' code, verl and TRL.
-    """
+    aggregation the loss is the mean over responses, as in the authors' code, verl and TRL."""
     assert t.log_ratio is not None and t.counted is not None and t.sequence_ids is not None
     is_positive = t.advantage > 0
     clipped = torch.where(is_positive, t.log_ratio.clamp(max=t.clip_high), t.log_ratio.clamp(min=-t.clip_low))

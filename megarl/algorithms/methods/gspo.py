@@ -23,8 +23,7 @@ def sequence_ratio(log_ratio: Tensor, counted: Tensor, sequence_ids: Tensor) -> 
     Args:
         log_ratio: log r_t, [T], 0 on uncounted tokens.
         counted: bool [T].
-        sequence_ids: int [T].
-    """
+        sequence_ids: int [T]."""
     detached = log_ratio.detach()
     sums = sum_by_sequence(torch.stack([detached, counted.to(detached.dtype)]), sequence_ids)
     means = (sums[0] / sums[1].clamp(min=1))[sequence_ids]

@@ -1,7 +1,6 @@
 """M2PO (arXiv 2510.01161): a bound of the second moment of log-ratios masks the farthest tokens.
 
-megarl/training/methods/m2po.py selects them in the whole mini-batch.
-"""
+megarl/training/methods/m2po.py selects them in the whole mini-batch."""
 
 from __future__ import annotations
 

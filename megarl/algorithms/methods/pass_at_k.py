@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import Responses, as_advantages, centre_by_group
+from megarl.algorithms.advantages import Responses, centre_by_group
 
 
 def pass_at_k(r: Responses, k: int) -> Tensor:
-    """Return the analytical advantages, [n].
+    """Return the analytical advantages, float64 [n].
 
     With N responses, c of them right, pass@k is R = 1 - C(N - c, k) / C(N, k), and S = sqrt(R (1 - R)):
 
@@ -18,8 +18,7 @@ def pass_at_k(r: Responses, k: int) -> Tensor:
 
     A response is right if its reward is at least 1. k is at most N, which may be smaller than
     `rollout.group_size` where responses could not be graded. verl's `grpo_passk` is another method
-    (arXiv 2503.19595).
-    """
+    (arXiv 2503.19595)."""
     _, group, sizes = centre_by_group(r)
     is_right = r.rewards >= 1
     total = sizes.double()
@@ -29,7 +28,7 @@ def pass_at_k(r: Responses, k: int) -> Tensor:
     scale = (failure * (1 - failure)).clamp(min=0).sqrt() + 1e-6
     of_right = failure / scale
     of_wrong = (failure - share_of_subsets(wrong - 1, total - 1, subset - 1)) / scale
-    return as_advantages(torch.where(is_right, of_right[group], of_wrong[group]), r.rewards)
+    return torch.where(is_right, of_right[group], of_wrong[group])
 
 
 def share_of_subsets(part: Tensor, whole: Tensor, size: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.algorithms.advantages import Responses, as_advantages, centre_by_group
+from megarl.algorithms.advantages import Responses, centre_by_group
 
 
 def leave_one_out(r: Responses) -> Tensor:
-    """Return R_i - mean of the others' R = G / (G - 1) (R_i - mean(R)), [n]; 0 in a group of one."""
+    """Return R_i - mean of the others' R = G / (G - 1) (R_i - mean(R)), float64 [n]; 0 in a group of one."""
     centred, group, sizes = centre_by_group(r)
     scale = sizes.double() / (sizes - 1).clamp(min=1)
-    return as_advantages(centred * scale[group], r.rewards)
+    return centred * scale[group]

@@ -16,8 +16,7 @@ class SuccessTracker:
     the prompt's last 1 / (1 - rho) steps count. As verl-recipe's spo_ray_trainer.py, with constant rho and no
     offline samples.
 
-    counts  uid of a prompt -> (a, b); PRIOR if absent
-    """
+    counts  uid of a prompt -> (a, b); PRIOR if absent"""
 
     PRIOR = (0.5, 0.5)
 

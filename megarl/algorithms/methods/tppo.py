@@ -25,8 +25,7 @@ def extended_gae(
 
     Args:
         sampled: bool [T], tokens sampled in this step, the last of each response.
-        unfinished: bool [n].
-    """
+        unfinished: bool [n]."""
     positions, last_values = sampled.nonzero().squeeze(-1), None
     if positions.numel():
         last_positions = positions[(torch.searchsorted(positions, cu_seqlens[1:]) - 1).clamp(min=0)]

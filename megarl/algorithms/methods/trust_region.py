@@ -12,8 +12,7 @@ def trust_region(t: Tokens, max_kl: float, mean_kl: float) -> Objective:
 
     A response is accepted if its largest KL of a token is <= max_kl and its mean KL <= mean_kl; 0: no such
     bound. KL(old policy || policy) at a token is estimated from the sampled one, as in the paper without full
-    logits. The estimate is (log r_t)^2 / 2 for the largest, and r_t - 1 - log r_t for the mean.
-    """
+    logits. The estimate is (log r_t)^2 / 2 for the largest, and r_t - 1 - log r_t for the mean."""
     assert t.log_ratio is not None and t.counted is not None and t.sequence_ids is not None
     difference = t.log_ratio.detach()
     estimate = difference.exp() - 1 - difference

@@ -14,8 +14,7 @@ def vespo(
 
     W is the product of the ratios of the response's tokens, not normalised by length, and log W is within
     +-20. c1 and c2 are those of the sign of A_t. The ratio is to the policy that sampled, as in the paper.
-    The authors' repository takes the ratio to the old policy, times weights of the rollout.
-    """
+    The authors' repository takes the ratio to the old policy, times weights of the rollout."""
     assert t.log_ratio is not None and t.counted is not None and t.sequence_ids is not None
     sums = sum_by_sequence(t.log_ratio.detach()[None], t.sequence_ids)[0]
     log_w = sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[t.sequence_ids]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor
 
-from megarl.config.errors import EngineError
 from megarl.data.sample import TokenData, join_sampling_sets
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, round_up
@@ -29,8 +28,7 @@ class Stopping:
     """End-of-sequence tokens and stop texts.
 
     eos         bool [vocab]
-    candidates  tokens that may complete a stop text, bool [vocab]
-    """
+    candidates  tokens that may complete a stop text, bool [vocab]"""
 
     def __init__(
         self, texts: tuple[str, ...], vocab: int, eos_ids: Sequence[int], tokenizer: Any, device: torch.device
@@ -40,10 +38,6 @@ class Stopping:
         eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
         eos[[i for i in eos_ids if i < vocab]] = True
         if texts:
-            if tokenizer is None:
-                raise EngineError(
-                    "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
-                )
             num_tokens = min(vocab, len(tokenizer))
             last_chars = {text[-1] for text in texts}
             # Part of a character decodes to U+FFFD; a lone space may be stripped.
@@ -69,8 +63,7 @@ class DecodeLoop:
 
     On a CPU in float32 this is bitwise batch-invariant, except for mixtures of experts. A library's order of
     summation depends on its operands' shapes, so these may not depend on other responses: see Block,
-    decode_attention, prefill_attention and _width.
-    """
+    decode_attention, prefill_attention and _width."""
 
     def __init__(
         self,

@@ -63,7 +63,6 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
         self.max_batch, self.eos_ids, self.tokenizer = max_batch, tuple(eos_ids), tokenizer
-        self.weight_version = -1
         self.model: Any = None
         self._has_weights = self._asleep = False
         # One per SamplingParams; the first decodes next.
@@ -83,11 +82,6 @@ class TransformersEngine(RolloutEngine):
                 f"{self.folder}: not the folder of a causal language model: {first_line(error)} "
                 "(check config.json)"
             ) from error
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise CheckpointError(
-                f"{self.folder}/config.json: sliding-window attention is not supported "
-                "(set use_sliding_window to false)"
-            )
         model.to_empty(device=self.device)
         model.tie_weights()  # to_empty gives tied weights a storage each
         # Rotary frequencies are not in the checkpoint; to_empty left them undefined.

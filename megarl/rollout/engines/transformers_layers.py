@@ -293,8 +293,7 @@ def attention(
     """Implement transformers' attention interface, for values that may be narrower than keys.
 
     Without a mask: `prefill_attention`. query [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim]
-    -> [rows, q, heads, dim]
-    """
+    -> [rows, q, heads, dim]"""
     scale, value_dim = kwargs["scaling"], value.shape[3]
     if value_dim < key.shape[3]:  # torch's fused attention needs equal widths
         value = F.pad(value, (0, key.shape[3] - value_dim))
@@ -315,8 +314,7 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
     With batch invariance it takes COLUMNS queries at once, so a prefix gives the same sums in any prompt.
 
-    query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS
-    """
+    query, result [rows, heads, q, dim]; key, value [rows, kv_heads, k, dim], k - q a multiple of COLUMNS"""
     (rows, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
     start, is_invariant, outputs = keys - queries, is_batch_invariant(query), []
     if is_invariant:  # equal strides with and without a shared beginning
@@ -342,8 +340,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     A fully masked chunk adds zeros, so a row's sums do not depend on the number of columns.
 
     query [rows, kv_heads, group, dim]; key, value [rows, kv_heads, n * COLUMNS, dim], finite where masked;
-    mask, additive, [rows, 1, 1, n * COLUMNS]. The result is shaped as query.
-    """
+    mask, additive, [rows, 1, 1, n * COLUMNS]. The result is shaped as query."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     chunks = key.split(COLUMNS, 2), value.split(COLUMNS, 2), mask.split(COLUMNS, 3)
     results = [flash(query, k, v, attn_mask=m, scale=scale) for k, v, m in zip(*chunks, strict=True)]

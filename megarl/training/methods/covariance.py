@@ -1,8 +1,7 @@
 """The tokens of a mini-batch that Clip-Cov and KL-Cov select (arXiv 2505.22617, section 4).
 
 A token's covariance is cov_t = (A_t - mean A) (log pi_t - mean log pi). Means and selection are over all
-replicas.
-"""
+replicas."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ def select_kl_cov(
     logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     token_indices = counted_tokens(batch, mini_batch)
     covariance, count = covariances(batch, token_indices, logprobs, runtime)
-    is_chosen = find_among_largest(
-        runtime, covariance, random_numbers[token_indices], count_share(share, count)
-    )
+    num_selected = max(1, int(share * count))
+    is_chosen = find_among_largest(runtime, covariance, random_numbers[token_indices], num_selected)
     return mark_tokens(batch, token_indices[is_chosen])
 
 
@@ -62,9 +60,8 @@ def select_clip_cov(
     clipped = ppo(Tokens(ratio, advantage, new, config.clip_low, config.clip_high, old))
     in_bounds = (covariance > low) & (covariance < high)
     token_indices = token_indices[in_bounds & ~clipped.too_low & ~clipped.too_high]
-    is_chosen = find_among_largest(
-        runtime, random_numbers[token_indices], random_numbers[token_indices], count_share(share, count)
-    )
+    randoms = random_numbers[token_indices]
+    is_chosen = find_among_largest(runtime, randoms, randoms, max(1, int(share * count)))
     return mark_tokens(batch, token_indices[is_chosen])
 
 
@@ -81,10 +78,6 @@ def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtim
     count, advantage_sum, logprob_sum = sum_over_replicas(runtime, sums).tolist()
     mean_advantage, mean_logprob = advantage_sum / max(count, 1), logprob_sum / max(count, 1)
     return (advantage - mean_advantage) * (new - mean_logprob), count
-
-
-def count_share(share: float, count: float) -> int:
-    return max(1, int(share * count))
 
 
 def mark_tokens(batch: TrainBatch, tokens: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The tokens of a mini-batch that M2PO masks (arXiv 2510.01161, algorithm 1), over all replicas.
 
 The authors' code instead clips at one ratio for each micro-batch. AReaL ignores the advantage's sign, and
-does not count masked tokens in the denominator. Ours follows the paper.
-"""
+does not count masked tokens in the denominator. Ours follows the paper."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def select_m2po(
     """Select tokens by largest (log r)^2, until the mean of the others is <= threshold, bool [T].
 
     Only tokens count that moved in their advantage's direction: A > 0 and r > 1, or A < 0 and r < 1.
-    logprobs: [T], before the update; random_numbers: [T], decide among equals.
-    """
+    logprobs: [T], before the update; random_numbers: [T], decide among equals."""
     token_indices = counted_tokens(batch, mini_batch)
     new, old = logprobs[token_indices].double(), batch[config.old_column][token_indices].double()
     difference = log_ratio(new, old, torch.ones_like(token_indices, dtype=torch.bool))
@@ -48,12 +46,9 @@ def find_excess(squares: Tensor, random_numbers: Tensor, threshold: float, runti
     """Return which numbers of this replica are the largest of all, without which the mean is <= threshold.
 
     The sum of (square - threshold) over all numbers up to a bound is <= 0 for small bounds, and positive from
-    one of the numbers on. A bisection over the bits of that number sums once per bit.
-    """
-    keys, excess = (
-        squares.view(torch.int64),
-        squares - threshold,
-    )  # bits of floats >= 0 have the floats' order
+    one of the numbers on. A bisection over the bits of that number sums once per bit."""
+    keys = squares.view(torch.int64)  # bits of floats >= 0 have the floats' order
+    excess = squares - threshold
 
     def sum_up_to(key: int) -> tuple[float, int]:
         is_below = keys <= key

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.advantages import gae
-from megarl.algorithms.methods.otb import (
-    baseline_sums,
-    gradient_energy,
-    sampled_positions,
-    token_baselines,
-)
+from megarl.algorithms.methods.otb import baseline_sums, gradient_energy, sampled_positions, token_baselines
 from megarl.config.schema import Config
 from megarl.data.batch import RolloutBatch, TrainBatch
 from megarl.parallel.comm import sum_over_replicas

@@ -16,11 +16,7 @@ def make_tracker(config: AlgorithmConfig) -> SuccessTracker:
 
 
 def add_tracked_advantages(
-    config: Config,
-    rollout: RolloutBatch,
-    batch: TrainBatch,
-    runtime: Runtime,
-    tracker: SuccessTracker,
+    config: Config, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime, tracker: SuccessTracker
 ) -> dict[str, float]:
     """Write this replica's advantages [T]: each reward minus the tracker's expectation of its prompt.
 
