@@ -262,7 +262,7 @@ def test_no_fake_earns_a_test(verifier: CodeVerifier, name: str, kind: str) -> N
     assert (verdict.correct, verdict.score, verdict.graded) == (False, 0.0, True), verdict
 
 
-@pytest.mark.parametrize("kind", FORMATS.keys() - {"containers"})
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "containers"])
 def test_the_right_answer_earns_all(verifier: CodeVerifier, kind: str) -> None:
     value = f"{SECRET}.5 if near else {SECRET}"
     near = "import math\n" if kind == "near" else ""

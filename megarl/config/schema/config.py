@@ -97,6 +97,13 @@ class Config(Section):
         """Return whether the teacher is the actor with a longer prompt."""
         return self.teacher.weights is not None and self.has_engine
 
+    @property
+    def model_folders(self) -> dict[str, Path]:
+        """Return key -> folder of each model."""
+        folders = {"critic.path": self.critic.path, "reward.model.path": self.reward.model.path}
+        folders |= self.teacher.folders
+        return {"model.path": self.model.path} | {key: path for key, path in folders.items() if path}
+
     def evaluates(self, step: int, every: int | None = None) -> bool:
         """Return whether a data.eval entry is evaluated after `step`. every: the entry's own interval"""
         interval = every or self.evaluation.every
