@@ -131,7 +131,7 @@ def in_place_of_torch(net: Net) -> Iterator[None]:
         await hub(self, number, message)
 
     async def from_link(self: messages.Link, message: messages.Message) -> None:
-        count(self.number, 0, message)
+        count(int(self.socket.identity), 0, message)
         await link(self, message)
 
     with pytest.MonkeyPatch.context() as patch:
