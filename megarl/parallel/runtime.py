@@ -273,8 +273,17 @@ def start(config: ParallelConfig, seed: int, *, mixture: bool = False, secret: P
 
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     signed_store = SignedStore(store) if rollout_ranks else None
-    groups = cpu_group, rollout_ranks, job_group, transfer_group
-    return Runtime(layout, rank, device, config.timeout, *groups, signed_store)
+    return Runtime(
+        layout,
+        rank,
+        device,
+        config.timeout,
+        cpu_group,
+        rollout_ranks,
+        job_group,
+        transfer_group,
+        signed_store,
+    )
 
 
 def sign_pickles() -> None:

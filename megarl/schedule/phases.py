@@ -137,8 +137,8 @@ def group_advantages(run: Run, step: Step) -> None:
 
 def tracked_advantages(run: Run, step: Step) -> None:
     add_tracked_advantages = load_function(run.config.algorithm.advantage_method.function)
-    states = run.method_states.values()
-    step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, *states)
+    [state] = run.method_states.values()
+    step.metrics |= add_tracked_advantages(run.config, step.rollout, step.batch, run.runtime, state)
 
 
 def return_advantages(run: Run, step: Step) -> None:

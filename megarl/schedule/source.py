@@ -98,8 +98,15 @@ class Generation(BatchSource):
             len(self.prompts), config.seed, config.data.shuffle, checksum_prompts(self.prompts)
         )
         reward = config.reward
-        limits, own = (reward.workers, reward.timeout, reward.memory), own_verifiers(config.data)
-        self.verifiers = VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox)
+        self.verifiers = VerifierPool(
+            reward.verifier,
+            reward.workers,
+            reward.timeout,
+            reward.memory,
+            reward.terms,
+            own_verifiers(config.data),
+            reward.sandbox,
+        )
         self.engine = load_engine_class(config).build(config, tokenizer, runtime)
         start_engine(self.engine, runtime)
         self.rollout_rank = RolloutRank(
