@@ -100,7 +100,8 @@ class CodeVerifier:
             case Assertions(before, codes, candidate):
 
                 def test(some: Sequence[str], limits: Limits) -> list[Any]:
-                    return self._programs.test(program, before, some, candidate, limits)
+                    first = len(codes) - len(some)
+                    return self._programs.test(program, before, codes, candidate, limits, first)
 
                 return sum(map(bool, self._resume(codes, test, end))), len(codes)
 

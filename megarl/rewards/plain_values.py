@@ -5,6 +5,7 @@ JSON with one tag for each type that it lacks. Nothing is unpickled, and no rece
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,14 @@ def encode(value: Any, describe: Callable[[Any], dict[str, Any]] | None = None) 
     describe: returns another object's message; without it such objects raise UnknownValueError."""
     if value is None or isinstance(value, bool):
         return value
-    for plain in (str, int):
-        if isinstance(value, plain):
-            return plain(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # not `str(value)`, which an enum answers by its name
+    if isinstance(value, int):
+        return int.__int__(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if describe is not None and isinstance(value, list | dict | set) and _has_own_names(type(value)):
+        return describe(value)
     if isinstance(value, list):
         return [encode(item, describe) for item in value]
     if isinstance(value, tuple | set | frozenset):
@@ -42,6 +46,12 @@ def encode(value: Any, describe: Callable[[Any], dict[str, Any]] | None = None) 
     if describe is None:
         raise UnknownValueError(type(value).__name__)
     return describe(value)
+
+
+def _has_own_names(kind: type) -> bool:
+    """Return whether a program defined this class, with methods: for example a cache from OrderedDict."""
+    is_own = kind.__module__ not in sys.stdlib_module_names
+    return is_own and any(not name.startswith("_") for name in vars(kind))
 
 
 def decode(message: Any, find: Callable[[str, Any], Any] | None = None) -> Any:

@@ -108,11 +108,12 @@ def _find_modules(codes: list[str], names: set[str]) -> set[str]:
 
 
 def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
-    """Run each of `tests` after the code `before`, and write a line for each: true if it passed.
+    """Run `tests` from number `first` after the code `before`, and write a line for each: true if it passed.
 
     The test in which the answer's process ends is the last.
 
-    setup: `candidate` is the function that tests call by that name, such as `f` or `Solution().f`"""
+    setup: `candidate` is the function that tests call by that name, such as `f` or `Solution().f`. Tests
+    before `first` do not run, but the names that they define never come from the answer."""
     space: dict[str, Any] = {"__name__": "tests"}
     peer = TestsPeer(os.fdopen(descriptors[0]), os.fdopen(descriptors[1], "w"), space)
     answer, module = peer.get_stand_in(0), ModuleType(_MODULE)
@@ -132,7 +133,7 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
             root = setup["candidate"].partition("(")[0].partition(".")[0]
             space["candidate"] = eval(setup["candidate"], {root: getattr(answer, root)})
         exec(compile(setup["before"], "tests.py", "exec"), space)
-        for test in setup["tests"]:
+        for test in setup["tests"][setup["first"] :]:
             peer.has_failed = False
             try:
                 exec(compile(test, "tests.py", "exec"), space)

@@ -135,12 +135,18 @@ class Programs:
         return [_value(line) for line in _lines(output)]
 
     def test(
-        self, source: str, before: str, tests: Sequence[str], candidate: str | None, limits: Limits
+        self,
+        source: str,
+        before: str,
+        tests: Sequence[str],
+        candidate: str | None,
+        limits: Limits,
+        first: int = 0,
     ) -> list[bool]:
-        """Run tests in a separate process, which calls the answer in another.
+        """Run the tests from number `first` in a separate process, which calls the answer in another.
 
         Returns one entry for each test that ended. Raises ProgramError."""
-        setup = {"before": before, "tests": tests, "candidate": candidate}
+        setup = {"before": before, "tests": tests, "candidate": candidate, "first": first}
         requests, replies = os.pipe(), os.pipe()
         processes = [
             ("answer", [_memory_file(json.dumps({"source": source})), requests[0], replies[1]]),

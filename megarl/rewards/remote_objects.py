@@ -9,7 +9,8 @@ import builtins
 import json
 import operator
 from _thread import RLock
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import islice
@@ -19,15 +20,36 @@ from typing import IO, Any
 from megarl.rewards.plain_values import decode, encode
 
 _WITH_ONE = ("len", "bool", "iter", "str", "repr", "hash", "int", "float", "abs", "round")
+_UNARY = ("neg", "pos", "invert")
 _WITH_ITEMS = ("getitem", "setitem", "delitem")
-_WITH_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
+_WITH_TWO = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"),
+)
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(builtins, name) for name in ("getattr", "setattr", *_WITH_ONE)},
-    **{name: getattr(operator, name) for name in ("call", *_WITH_ITEMS, *_WITH_TWO)},
+    **{name: getattr(operator, f"__{name}__") for name in ("call", *_UNARY, *_WITH_ITEMS, *_WITH_TWO)},
     "next": lambda items: list(islice(items, 1)),  # empty at the end
     "isinstance": lambda kind, value: isinstance(value, kind),
+    "issubclass": lambda kind, value: issubclass(value, kind),
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context: type(context).__exit__(context, None, None, None),
+}
+_MUTABLE = (list, dict, set, deque)
+# Objects of the standard library that are copied: arguments that make an equal one.
+_COPIED: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "builtins:range": operator.attrgetter("start", "stop", "step"),
+    "builtins:slice": operator.attrgetter("start", "stop", "step"),
+    "collections:deque": lambda value: (list(value), value.maxlen),
+    "decimal:Decimal": lambda value: (str(value),),
+    "fractions:Fraction": operator.attrgetter("numerator", "denominator"),
+    "datetime:date": operator.attrgetter("year", "month", "day"),
+    "datetime:time": operator.attrgetter("hour", "minute", "second", "microsecond", "tzinfo"),
+    "datetime:datetime": operator.attrgetter(
+        *("year", "month", "day", "hour", "minute", "second", "microsecond", "tzinfo")
+    ),
+    "datetime:timedelta": operator.attrgetter("days", "seconds", "microseconds"),
+    "datetime:timezone": lambda value: (value.utcoffset(None),),
 }
 
 
@@ -64,6 +86,9 @@ class StandIn:
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is StandIn and self.__peer__.ask(self, "isinstance", value) is True
 
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return type(kind) is StandIn and self.__peer__.ask(self, "issubclass", kind) is True
+
     def __exit__(self, *_: object) -> None:  # it cannot hide an exception
         self.__peer__.ask(self, "exit")
 
@@ -77,7 +102,7 @@ def _make_special_method(name: str) -> Callable[..., Any]:
     return ask
 
 
-for _name in ("enter", *_WITH_ONE, *_WITH_ITEMS, *_WITH_TWO):
+for _name in ("enter", *_WITH_ONE, *_UNARY, *_WITH_ITEMS, *_WITH_TWO):
     setattr(StandIn, f"__{_name}__", _make_special_method(_name))
 
 
@@ -117,10 +142,10 @@ class Peer:
                 kind = RuntimeError
             raise kind(text)  # type: ignore[misc]
         value, changed = (decode(reply[part], self._find) for part in ("value", "arguments"))
-        for argument, now in zip(arguments, changed, strict=True):
-            if type(argument) in (list, dict, set) and type(now) is type(argument) and argument != now:
+        for argument, now in zip((*arguments, *keywords.values()), changed, strict=True):
+            if type(argument) in _MUTABLE and type(now) is type(argument) and argument != now:
                 argument.clear()
-                argument.extend(now) if isinstance(argument, list) else argument.update(now)
+                argument.extend(now) if isinstance(argument, list | deque) else argument.update(now)
         return value
 
     def serve(self) -> dict[str, Any]:
@@ -144,19 +169,35 @@ class Peer:
         try:
             target = self._objects[number]
             arguments, keywords = (decode(part, self._find) for part in (arguments, keywords))
+            if type(arguments) is not list or type(keywords) is not dict:  # else `_check` sees other ones
+                raise TypeError("a request has a list and a dict of arguments")
             self._check(target, operation, arguments)
             value = _OPERATIONS[operation](target, *arguments, **keywords)
-            reply = {"value": value, "arguments": arguments}
+            reply = {"value": value, "arguments": [*arguments, *keywords.values()]}
             return json.dumps({name: encode(part, self._describe) for name, part in reply.items()})
         except BaseException as error:  # noqa: BLE001 (reported to the other process)
-            return json.dumps({"error": [type(error).__name__, self._describe_error(error)]})
+            name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            return json.dumps({"error": [name, self._describe_error(error)]})
 
-    def _describe(self, value: Any) -> dict[str, Any]:
-        return {"yours": value.__number__} if type(value) is StandIn else {"mine": self.share(value)}
+    def _describe(self, value: Any) -> Any:
+        if type(value) is StandIn:
+            return {"yours": value.__number__}
+        path = f"{type(value).__module__}:{type(value).__qualname__}"
+        if path in _COPIED:
+            return {"copy": [path, encode(list(_COPIED[path](value)), self._describe)]}
+        return self._describe_object(value)
+
+    def _describe_object(self, value: Any) -> Any:
+        return {"mine": self.share(value)}
 
     def _find(self, tag: str, content: Any) -> Any:
         if tag == "global":
             return _import(content)
+        if tag == "copy":
+            path, arguments = content
+            if path not in _COPIED:
+                raise TypeError("objects of this class are not copied")
+            return _import(path)(*decode(arguments, self._find))
         return self._objects[content] if tag == "yours" else self.get_stand_in(content)
 
     def _check(self, target: Any, operation: str, arguments: list[Any]) -> None:
@@ -176,10 +217,13 @@ class TestsPeer(Peer):
         self._namespace = namespace
         self.has_failed = False  # an assertion within a call by the answer, which could catch its error
 
-    def _describe(self, value: Any) -> dict[str, Any]:
-        if type(value) is not StandIn and not self._may_share(value):
+    def _describe_object(self, value: Any) -> Any:
+        for kind in (list, dict, set):  # of a class of the tests
+            if isinstance(value, kind):
+                return encode(kind(value), self._describe)
+        if not self._may_share(value):
             return {"global": _find_path(value)}
-        return super()._describe(value)
+        return super()._describe_object(value)
 
     def _may_share(self, value: Any) -> bool:
         function = value.__func__ if isinstance(value, MethodType) else value
@@ -194,7 +238,7 @@ class TestsPeer(Peer):
         return isinstance(kind, type) and kind.__module__ == self._namespace["__name__"]
 
     def _find(self, tag: str, content: Any) -> Any:
-        if tag not in ("mine", "yours"):
+        if tag not in ("mine", "yours", "copy"):
             raise TypeError("an answer may not name globals")
         return super()._find(tag, content)
 

@@ -34,7 +34,8 @@ _SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zon
 
 def main() -> NoReturn:
     """Serve requests until the socket closes. Arguments: its number, and the programs' folder."""
-    control, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    control, folder = socket.socket(fileno=os.dup(int(sys.argv[1]))), Path(sys.argv[2])
+    os.close(int(sys.argv[1]))  # it may be above the descriptors that `_run` closes
     die_with_parent()
     # The path of programs: Python's own library, and installed packages.
     standard = os.path.dirname(os.__file__)

@@ -295,10 +295,14 @@ PEEPS = {
     " except AssertionError as e: kept = int(str(e))",
     "guesses": f"for n in (1, {SECRET}):\n  try: b.check(n)\n  except AssertionError: pass\n return n",
     "a comparison with a guess": f"return {SECRET} if ask(b, 'eq', 1) is False else 0",
-    "a global by name": "return raw('call', b.call, {'global': 'builtins:vars'})['dict'][0][1]",
-    "a global as a target": "return raw('call', {'global': 'builtins:vars'}, {'yours': b.__number__})['_secret']",
+    "a global by name": "return raw('call', b.call, [{'global': 'builtins:vars'}])['dict'][0][1]",
+    "a global as a target": "return raw('call', {'global': 'builtins:vars'}, [{'yours': b.__number__}])['_secret']",
+    "a global as a copy": "return raw('call', b.call, [{'copy': ['builtins:vars', []]}])['dict'][0][1]",
     "an operation by name": "return ask(b, 'vars')['_secret']",
     "a name that is no text": "return ask(b, 'getattr', ['_secret'])",
+    "arguments in a dict": "return raw('getattr', b, {'dict': [['_secret', 1], [0, 'open']]})",
+    "arguments in an object": "class S:\n  def __getitem__(s, i): return 'open'\n"
+    "  def __iter__(s): return iter(['_secret'])\n return raw('getattr', b, {'mine': b.__peer__.share(S())})",
     "a method": f"b.get = lambda: {SECRET}",
     "a method by request": f"ask(b, 'setattr', 'get', lambda: {SECRET})",
     "a private value": f"ask(b, 'setattr', '_secret', 1)\n return {SECRET} if ask(b, 'reveal') else 0",
@@ -309,7 +313,7 @@ PEEPS = {
 @pytest.mark.parametrize("name", PEEPS)
 def test_an_answer_reaches_nothing_private_of_tests(verifier: CodeVerifier, name: str) -> None:
     answer = "import json\ndef ask(x, *a, **k): return b.__peer__.ask(x, *a, **k)\n"
-    answer += "def raw(operation, target, *a):\n n = getattr(target, '__number__', target)\n"
+    answer += "def raw(operation, target, a):\n n = getattr(target, '__number__', target)\n"
     answer += " b.__peer__._send(json.dumps({'ask': [operation, n, a, {'dict': []}]}))\n"
     answer += " return b.__peer__.serve()['value']\n"
     body = f"def f(box, g):\n global b\n b = box\n {PEEPS[name]}".replace(str(SECRET), f"({SECRET + 1} - 1)")
@@ -333,6 +337,24 @@ def test_a_function_of_tests_judges_by_itself(verifier: CodeVerifier, rule: str)
     assert (
         verifier(f"```python\ndef f(g): return any(map(g, ({SECRET}, {SECRET + 1})))\n```", test).score == 1
     )
+
+
+ENDS = {
+    "exit": "import os\ndef end(): os._exit(0)",
+    "the end of both processes": "import threading as t, time\nt.stack_size(1 << 15)\ndef end():\n for _ in range(900):\n"
+    "  t.Thread(target=time.sleep, args=(60,), daemon=True).start()\n time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_names_of_a_skipped_test_never_come_from_the_answer(verifier: CodeVerifier, name: str) -> None:
+    """An answer that ends the process of one test must not define what that test defined for later ones."""
+    reference = json.dumps({"test": f"assert f(0) == 0\nx = {SECRET}\nassert f(1) == x\nassert f(2) == x"})
+    code = (
+        f"{ENDS[name]}\nx, calls = 5, []\ndef f(n):\n calls.append(n)\n if n == 1 and len(calls) > 1: end()\n"
+    )
+    assert verifier(f"```python\n{code} return 5 * (n > 0)\n```", reference).score == pytest.approx(1 / 3)
+    assert verifier(f"```python\ndef f(n): return {SECRET} * (n > 0)\n```", reference).score == 1
 
 
 def test_expected_output_never_enters_a_script(verifier: CodeVerifier) -> None:

@@ -419,6 +419,36 @@ VECTOR += " def __enter__(s): return s\n def __exit__(s, *e): s.a = []\n"
             NODE + "n = Node(1)\nf(n)\nassert (n.value, n.more) == (2, [2])",
         ),
         ("def f(xs): return max(xs) + min(xs)", VECTOR + "assert f([V(1), V(3)]) == V(4)"),
+        # objects of the standard library
+        ("def f(x): return x * 2", "from decimal import Decimal as D\nassert f(D('0.1')) == D('0.2')"),
+        ("def f(x): return x * 2", "from fractions import Fraction as F\nassert f(F(1, 3)) == F(2, 3)"),
+        (
+            "from datetime import timedelta\ndef f(x): return x + timedelta(days=1)",
+            "from datetime import *\nutc = timezone.utc\nassert f(date(2024, 2, 28)) == date(2024, 2, 29) "
+            "and f(datetime(2024, 2, 29, 5, tzinfo=utc)) == datetime(2024, 3, 1, 5, tzinfo=utc)",
+        ),
+        ("def f(x): return x[::-1]", "assert sum(f(range(5))) == 10 and f(range(3)) == range(2, -1, -1)"),
+        (
+            "def f(x):\n x.append(3)\n return x",
+            "from collections import deque\nx = deque([1, 2], 2)\nassert f(x) == x == deque([2, 3])",
+        ),
+        # classes of the answer
+        ("import json\nf = json.loads", "try: x = f('{')\nexcept ValueError: x = 1\nassert x == 1"),
+        (
+            "class E(KeyError): pass\ndef f(): raise E",
+            "try: x = f()\nexcept LookupError: x = 1\nassert x == 1",
+        ),
+        (
+            "from enum import Enum\nclass C(str, Enum):\n A = 'a'\ndef f(): return C.A",
+            "assert f() == 'a' == C.A",
+        ),
+        (
+            "from collections import OrderedDict\nclass C(OrderedDict):\n def put(s, k): s[k] = k",
+            "c = C()\nc.put(1)\nassert c[1] == len(c) == 1 and 1 in c",
+        ),
+        (VECTOR + " def __neg__(s): return V(-s.a[0])", "assert -V(2) == V(-2)"),
+        (VECTOR, "v = V(1, 2, 3)\nassert v[1:] == [2, 3] and issubclass(V, V) and not issubclass(int, V)"),
+        ("def f(x, y): x.sort()", "x = [2, 1]\nf(y=1, x=x)\nassert x == [1, 2]"),
     ],
 )
 def test_tests_and_answers_use_each_others_objects(verifier: CodeVerifier, code: str, test: str) -> None:
