@@ -54,11 +54,15 @@ def _load_answer(source: str) -> ModuleType:
 def call_function(setup: Mapping[str, Any], descriptors: list[int]) -> int:
     """Call one function with each of `calls`, and write one line for each value: [value], or null."""
     with open(descriptors[0], "w") as results:
-        module = _load_answer(setup["source"])
-        name = setup["fn_name"]
-        function = getattr(module, name, None)
-        if function is None:
-            function = getattr(module.Solution(), name)
+        try:
+            module = _load_answer(setup["source"])
+            name = setup["fn_name"]
+            function = getattr(module, name, None)
+            if function is None:
+                function = getattr(module.Solution(), name)
+        except BaseException:  # noqa: BLE001 (the answer's: no call has a value)
+            results.write("null\n" * len(setup["calls"]))
+            return 1
         for arguments in setup["calls"]:
             try:
                 line = json.dumps([encode(function(*arguments))])
@@ -132,8 +136,13 @@ def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
         with suppress(Exception):
             root = setup["candidate"].partition("(")[0].partition(".")[0]
             space["candidate"] = eval(setup["candidate"], {root: getattr(answer, root)})
-        exec(compile(setup["before"], "tests.py", "exec"), space)
-        for test in setup["tests"][setup["first"] :]:
+        tests = setup["tests"][setup["first"] :]
+        try:
+            exec(compile(setup["before"], "tests.py", "exec"), space)
+        except BaseException:  # noqa: BLE001 (so all tests have failed, and no process need try the next)
+            results.write("false\n" * len(tests))
+            return 1
+        for test in tests:
             peer.has_failed = False
             try:
                 exec(compile(test, "tests.py", "exec"), space)

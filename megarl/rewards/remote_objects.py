@@ -253,8 +253,8 @@ class TestsPeer(Peer):
             raise TypeError("an answer may not compare an object of the tests with a value")
 
     def _describe_error(self, error: BaseException) -> str:
-        if not isinstance(error, AssertionError):
-            return str(error)
+        if isinstance(error, Exception) and not isinstance(error, AssertionError):
+            return str(error)  # the others include the error of `pytest.fail`
         self.has_failed = True
         return ""  # the text may hold an expected result
 

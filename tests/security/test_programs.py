@@ -278,6 +278,7 @@ class Box:
     def get(self): return self.open
     def call(self, g): return g(self)
     def check(self, x): assert x == {SECRET}, {SECRET}
+    def fail(self): import pytest; pytest.fail("{SECRET}")
     def items(self): yield {SECRET} if self.open != 1 else 1
 """
 # Bodies of f(b, g), which gets a Box and a function. `ask` and `raw` send any request to the tests' process.
@@ -293,6 +294,8 @@ PEEPS = {
     "a frame": "return ask(ask(b.items(), 'getattr', 'gi_frame'), 'getattr', 'f_globals')['secret']",
     "the text of an assertion": "global kept\n try: return kept\n except NameError: pass\n try: b.check(1)\n"
     " except AssertionError as e: kept = int(str(e))",
+    "the text of pytest's error": "import re\n try: ask(b, 'getattr', 'fail')()\n"
+    " except RuntimeError as e: return int(re.search('[0-9]+', str(e))[0])",
     "guesses": f"for n in (1, {SECRET}):\n  try: b.check(n)\n  except AssertionError: pass\n return n",
     "a comparison with a guess": f"return {SECRET} if ask(b, 'eq', 1) is False else 0",
     "a global by name": "return raw('call', b.call, [{'global': 'builtins:vars'}])['dict'][0][1]",

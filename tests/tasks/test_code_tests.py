@@ -458,6 +458,19 @@ def test_tests_and_answers_use_each_others_objects(verifier: CodeVerifier, code:
         assert grade(verifier, code, [f"{head}assert not ({condition})"]) == (False, 0.0)
 
 
+@pytest.mark.parametrize("code", ["def f(x) return x", "def g(x): return x", "import sys; sys.exit()"])
+def test_an_answer_without_the_function_starts_one_process(
+    verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """Each of many tests would else start its own, for seconds."""
+    runs, run = list[object](), verifier._programs._run
+    monkeypatch.setattr(verifier._programs, "_run", lambda *a: runs.append(a) or run(*a))  # type: ignore[func-returns-value]
+    functions = "".join(f"def test_{i}(): assert f({i}) == {i}\n" for i in range(9))
+    assert grade(verifier, code, {"test": f"from solution import f\n{functions}"}) == (False, 0.0)
+    assert grade(verifier, code, {"fn_name": "f", "inputs": [[1]] * 9, "outputs": [1] * 9}) == (False, 0.0)
+    assert len(runs) == 2
+
+
 def test_the_candidate_may_be_a_method(verifier: CodeVerifier) -> None:
     """Read the `entry_point` of LeetCode's data sets."""
     test = {"test": "def check(candidate):\n assert candidate(x=1) == 2", "entry_point": "Solution().f"}
