@@ -112,7 +112,7 @@ def _find_modules(codes: list[str], names: set[str]) -> set[str]:
 
 
 def run_tests(setup: Mapping[str, Any], descriptors: list[int]) -> int:
-    """Run `tests` from number `first` after the code `before`, and write a line for each: true if it passed.
+    """Run `tests` from `first` on after the code `before`; write a line for each: true if it passed.
 
     The test in which the answer's process ends is the last.
 
