@@ -156,7 +156,8 @@ def pack_chosen(
 
     Collective if replicas share experts."""
     indices, budget = chosen[batch.rows].nonzero().squeeze(-1), config.update.tokens_per_micro_batch
-    columns = {name: batch[name] for name in ("group_ids", "sampling_sets") if name in batch}
+    names = ["group_ids"] * config.update.share_prompts + ["sampling_sets"] * ("sampling_sets" in batch)
+    columns = {name: batch[name] for name in names}
     tokens = TrainBatch(batch.tokens, batch.cu_seqlens, batch.response_mask, columns)
     prompt_lengths = rollout.prompt_lengths[batch.rows] if config.update.share_prompts else None
     return make_micro_batches(tokens, indices.tolist(), budget, model, runtime, prompt_lengths)
