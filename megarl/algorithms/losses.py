@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ def token_weights(
         lengths: response tokens, int64 [n], of the whole step, not of one rank; 0 is uncounted
         mini_batches: int64 [n]; None: a single one
         include: bool [n], responses to count; None: all"""
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation: must be token, sample or constant (got {aggregation!r})")
     lengths = lengths if include is None else torch.where(include, lengths, 0)
     counted = lengths > 0
     ids = torch.zeros_like(lengths) if mini_batches is None else mini_batches

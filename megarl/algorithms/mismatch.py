@@ -70,6 +70,8 @@ def mismatch_factors(
 
     trainer_logprobs, engine_logprobs: [T]. mask: bool [T]. sequence_ids: int64 [T]; responses must be whole.
     """
+    if not cap > 0:
+        raise ValueError(f"cap: must be > 0 (got {cap})")
     difference = log_ratio(trainer_logprobs.detach(), engine_logprobs.detach(), mask)
     sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
     zeros = torch.zeros(sequences, dtype=torch.float64, device=difference.device)

@@ -18,7 +18,9 @@ def avg_at_k(correct: Sequence[bool]) -> float:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return 1 - C(n-c, k) / C(n, k), the unbiased pass@k of n answers, c of them right.
 
-    Chen et al. 2021, arXiv 2107.03374, eq. 1, for 0 <= c <= n and 1 <= k <= n."""
+    Chen et al. 2021, arXiv 2107.03374, eq. 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n (got n={n}, c={c}, k={k})")
     failure = 1.0
     for i in range(k):
         failure *= max(n - c - i, 0) / (n - i)
@@ -29,6 +31,8 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -
     """Return the share of right results among the most frequent answers, tied ones included.
 
     answers: normalised; None does not vote. correct: may differ between equal answers."""
+    if len(answers) != len(correct):
+        raise ValueError(f"majority@k: {len(answers)} answers, but {len(correct)} verdicts")
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0

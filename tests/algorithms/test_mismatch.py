@@ -137,3 +137,5 @@ def test_nothing_and_garbage_outside():
     assert factors.tolist() == [0, 0] and counts.tolist() == [0, 0, 0]
     empty = torch.zeros(0)
     assert mismatch.mismatch_factors(empty, empty, none[:0], ids[:0], weight="token")[0].tolist() == []
+    with pytest.raises(ValueError, match="cap: must be > 0"):
+        mismatch.mismatch_factors(x, x, none, ids, cap=0.0)

@@ -39,6 +39,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct, data):
     assert pass_at_k(len(correct), sum(correct), 1) == pytest.approx(avg_at_k(correct))
 
 
+@pytest.mark.parametrize("n, c, k", [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5)])
+def test_pass_at_k_refuses(n, c, k):
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, c, k)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from([None, "1", "2", "3"]), min_size=1, max_size=6),
@@ -60,7 +66,7 @@ def test_majority_by_hand():
     assert majority_at_k(["7", "7"], [True, False]) == 0.5
     assert majority_at_k([None, None], [False, False]) == 0.0
     assert avg_at_k([]) == 0.0
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="2 answers, but 1 verdicts"):
         majority_at_k(["1", "2"], [True])
 
 

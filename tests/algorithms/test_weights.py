@@ -58,3 +58,8 @@ def test_nothing_included_gives_zero_and_not_nan(aggregation):
 
 def test_a_response_without_tokens_is_not_counted():
     assert token_weights(torch.tensor([0, 1, 0]), "sample").tolist() == [0, 1, 0]
+
+
+def test_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="aggregation: must be token, sample or constant"):
+        token_weights(torch.tensor([1]), "batch")
