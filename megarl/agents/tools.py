@@ -99,6 +99,10 @@ class ToolPool:
         arguments: Mapping[str, Any] = MappingProxyType({}),
         sandbox: str = STRICT,
     ) -> None:
+        if workers < 1 or seconds <= 0 or memory_mib < 64 or observation_bytes < 1:
+            actual = f"{workers}, {seconds}, {memory_mib}, {observation_bytes}"
+            expected = "workers >= 1, seconds > 0, memory_mib >= 64 and observation_bytes >= 1"
+            raise ValueError(f"{expected} expected (got {actual})")
         self.seconds, self.environment, self._sandbox = seconds, environment, sandbox
         self._settings = {
             "memory_mib": memory_mib,

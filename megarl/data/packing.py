@@ -16,6 +16,8 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
     Best fit decreasing: longest first within and among micro-batches, since portable attention handles
     similar adjacent lengths in one call."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be >= 1 (got {max_tokens})")
     batches: list[list[int]] = []
     open_batches: list[tuple[int, int]] = []  # (free tokens, micro-batch), sorted
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -76,6 +78,8 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return one ascending list of indices into `costs` per rank, with nearly equal sums.
 
     Greedy: most expensive item first, to the least loaded rank. Every rank gets one if possible."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be >= 1 (got {ranks})")
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, 0, rank) for rank in range(ranks)]  # (cost, items, rank); ties: fewer items first
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

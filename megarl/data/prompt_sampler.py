@@ -18,11 +18,13 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
 
 
 class PromptSampler:
-    """Sample prompt indices without replacement, epoch after epoch.
+    """Sample prompt indices without replacement, epoch after epoch. Raises ValueError without prompts.
 
     content: checksum of the prompts, for resumed runs"""
 
     def __init__(self, num_prompts: int, seed: int = 0, shuffle: bool = True, content: str = "") -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts must be >= 1 (got {num_prompts})")
         self.num_prompts, self.seed, self.shuffle, self.content = num_prompts, seed, shuffle, content
         self._start_epoch(0)
 

@@ -753,6 +753,14 @@ def test_schemas() -> None:
             build_schema(path)
 
 
+@pytest.mark.parametrize(
+    "given", [{"workers": 0}, {"seconds": 0.0}, {"memory_mib": 1}, {"observation_bytes": 0}]
+)
+def test_settings_are_checked(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        ToolPool(**given)
+
+
 @pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
 def test_reasoning_gym() -> None:
     from megarl.config.schema import GymConfig

@@ -219,3 +219,10 @@ def test_plan_of_a_mini_batch(seed: int) -> None:
     costs = cost(lengths_of_responses(512, seed), EVEN_32B)
     loads = [sum(costs[i] for i in part) for part in balance(costs, 16)]
     assert max(loads) <= 1.03 * sum(loads) / 16
+
+
+def test_bad_budgets_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens"):
+        pack([1], 0)
+    with pytest.raises(ValueError, match="ranks"):
+        balance([1.0], 0)

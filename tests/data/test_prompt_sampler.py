@@ -97,3 +97,8 @@ def test_a_state_of_an_older_version_says_nothing_of_the_content() -> None:
     resumed = PromptSampler(10, content="a")
     resumed.load_state(state)
     assert resumed.take(10) == sampler.take(10)
+
+
+def test_no_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_prompts"):
+        PromptSampler(0)
