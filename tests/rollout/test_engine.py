@@ -766,6 +766,11 @@ def test_requests_that_do_not_fit(make_engine, prompt, max_tokens, message):
         )
 
 
+def test_stop_texts_need_a_tokenizer(make_engine):
+    with pytest.raises(EngineError, match=r"rollout\.stop"):
+        make_engine(tokenizer=None).generate(requests(1), SamplingParams(4, stop=("x",)))
+
+
 def test_nothing_asked_nothing_answered(make_engine):
     assert make_engine().generate([], SamplingParams(4)) == []
 

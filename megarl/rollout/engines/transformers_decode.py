@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor
 
+from megarl.config.errors import EngineError
 from megarl.data.sample import TokenData, join_sampling_sets
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_layers import COLUMNS, Block, KVCache, round_up
@@ -38,6 +39,10 @@ class Stopping:
         eos, candidates = torch.zeros(vocab, dtype=torch.bool), torch.ones(vocab, dtype=torch.bool)
         eos[[i for i in eos_ids if i < vocab]] = True
         if texts:
+            if tokenizer is None:
+                raise EngineError(
+                    "rollout.stop: stop texts need a tokenizer, and the engine was made without one"
+                )
             num_tokens = min(vocab, len(tokenizer))
             last_chars = {text[-1] for text in texts}
             # Part of a character decodes to U+FFFD; a lone space may be stripped.

@@ -82,6 +82,11 @@ class TransformersEngine(RolloutEngine):
                 f"{self.folder}: not the folder of a causal language model: {first_line(error)} "
                 "(check config.json)"
             ) from error
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise CheckpointError(
+                f"{self.folder}/config.json: sliding-window attention is not supported "
+                "(set use_sliding_window to false)"
+            )
         model.to_empty(device=self.device)
         model.tie_weights()  # to_empty gives tied weights a storage each
         # Rotary frequencies are not in the checkpoint; to_empty left them undefined.
