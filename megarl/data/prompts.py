@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
@@ -201,7 +201,7 @@ def read_prompts(
 
     Raises:
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
-        ConfigError: data.prompt_format has no {prompt}; also the errors of `generate`"""
+        ConfigError: the tokenizer has no chat template, or data.prompt_format no {prompt}; also the errors of `generate`"""
     questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
     return _read(dict(_open_sources(entries, key)), data, tokenizer, questions, tools, opening)
 
@@ -275,7 +275,12 @@ def read_pairs(
     """Read (prompt tokens, response tokens with end-of-sequence) of all files in order, with duplicates.
 
     Fills `report`. Raises as `read_prompts`."""
-    eos_id: Any = tokenizer.eos_token_id  # an integer (schedule/tokenizer_checks.py)
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise ConfigError(
+            "model.path: the tokenizer has no end-of-sequence token, "
+            "so that no response could end (set eos_token)"
+        )
     pairs: list[Pair] = []
     paths = {str(path): path for entry in entries if (path := DataEntry.model_validate(entry).path)}
     for batch in _tokenize(_usable_rows(paths, data, report, response_key), data, tokenizer, report):
@@ -344,7 +349,9 @@ def absent_sources(data: DataConfig, names: Iterable[str]) -> list[str]:
     return [*absent_names]
 
 
-def _nothing_usable(names: Iterable[str], rejected: Sequence[RejectedRow]) -> DataError:
+def _nothing_usable(names: Collection[str], rejected: Sequence[RejectedRow]) -> DataError:
+    if not names:
+        return DataError("data.train: names no file")
     counts = Counter(row.reason for row in rejected).most_common(4)
     return DataError(
         f"{', '.join(names)}: no row can be used: "
@@ -429,6 +436,11 @@ def _tokenize(
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
     """Yield batches of (row, templated text, tokens), the first of one row; report unusable rows."""
+    if data.template == "chat" and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "data.template: the tokenizer has no chat template "
+            "(set data.template=raw, or add one to the model's folder)"
+        )
     # Chat templates write special tokens. A raw prompt gets only the tokenizer's leading ones: trailing ones
     # would separate prompt and response.
     leading_tokens = () if data.template == "chat" else _leading_special_tokens(tokenizer)

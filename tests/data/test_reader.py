@@ -422,6 +422,8 @@ def test_templates(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert [p.tokens[0] == 257 for p in texts(raw(), llama)] == [True, True]
     assert [p.tokens[0] == 257 for p in texts(DataConfig(), llama)] == [False, False]
     assert texts(raw(), llama)[1].tokens[1:] == texts(raw())[1].tokens
+    with pytest.raises(ConfigError, match=r"^data\.template: .* no chat template"):
+        texts(DataConfig(), byte_tokenizer())
     with pytest.raises(ConfigError, match=r"^data\.prompt_format: must contain"):
         texts(raw(prompt_format="no place"))
 
@@ -515,6 +517,9 @@ def test_supervised_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) ->
     llama = byte_tokenizer(bos=True)
     prompt, response = read_pairs([file], raw(max_prompt_tokens=64), "response", llama, ReadReport())[0]
     assert prompt[0] == 257 and 257 not in response
+    llama.eos_token = None
+    with pytest.raises(ConfigError, match=r"^model\.path: .*end-of-sequence"):
+        read_pairs([file], raw(), "response", llama, ReadReport())
 
 
 def bad_files(folder: Path) -> list[tuple[Path, str]]:
@@ -571,6 +576,8 @@ def test_bad_files_are_named_before_and_after_ranks_are_started(
             )
     with pytest.raises(DataError, match="longer than"):
         read_prompts([good], DataConfig(max_prompt_tokens=2), tokenizer)
+    with pytest.raises(DataError, match=r"^data\.train: names no file"):
+        read_prompts([], raw(), tokenizer)
     validate_files(raw(train=(good,)))
     with pytest.raises(DataError, match="no response in response"):
         validate_files(raw(train=(good,)), response_key="response")
