@@ -201,7 +201,7 @@ def read_prompts(
 
     Raises:
         DataError: a file is missing, malformed or without a usable row (unusable rows are only reported)
-        ConfigError: the tokenizer has no chat template, or data.prompt_format no {prompt}; also the errors of `generate`"""
+        ConfigError: no chat template, or no {prompt} in data.prompt_format; also the errors of `generate`"""
     questions = frozenset[str]().union(*(problem_set.questions for problem_set in held_out))
     return _read(dict(_open_sources(entries, key)), data, tokenizer, questions, tools, opening)
 
