@@ -406,7 +406,7 @@ def _parse_request(body: Any) -> tuple[list[dict[str, Any]], list[Any], tuple[st
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refused("stop: must be a text or a list of texts")
     limits = [fields[key] for key in ("max_tokens", "max_completion_tokens") if key in fields]
-    if not all(isinstance(limit, int) and limit >= 1 for limit in limits):
+    if not all(type(limit) is int and limit >= 1 for limit in limits):  # `true` is an int
         raise Refused("max_tokens: must be an integer >= 1")
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:

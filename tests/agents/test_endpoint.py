@@ -179,6 +179,8 @@ def test_what_is_asked_for_reaches_the_policy():
         ({"tool_choice": "required"}, "tool_choice: must be auto or none"),
         ({"stop": ""}, "stop: must be a text"),
         ({"max_tokens": 0}, "max_tokens: must be an integer >= 1"),
+        ({"max_tokens": True}, "max_tokens: must be an integer >= 1"),
+        ({"max_completion_tokens": 7.0}, "max_tokens: must be an integer >= 1"),
         ({"messages": []}, "messages: must be a list"),
         ({"messages": [{"content": "x"}]}, "messages[0]: needs a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only texts can be shown"),
