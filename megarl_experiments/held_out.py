@@ -109,10 +109,15 @@ def replace_seconds(curve: Curve, seconds: Mapping[str, float]) -> dict[str, Any
 def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[int, float]]]:
     """Return the smallest final total of `metric` over runs, and row -> seed -> accuracy there.
 
-    The accuracy is interpolated linearly. Old curves without costs are left out."""
-    runs_with_costs = {row: [run for run in runs if "value_pretraining" in run] for row, runs in rows.items()}
+    The accuracy is interpolated linearly. Left out are old curves without costs, and runs without an
+    evaluation on `all`."""
     points_by_row = {
-        row: {run["seed"]: accumulate(run, metric) for run in runs} for row, runs in runs_with_costs.items()
+        row: {
+            run["seed"]: points
+            for run in runs
+            if "value_pretraining" in run and (points := accumulate(run, metric))[0]
+        }
+        for row, runs in rows.items()
     }
     least_cost = min(
         (points[-1] for runs in points_by_row.values() for points, _ in runs.values()), default=0.0
@@ -124,12 +129,14 @@ def score_at_equal_cost(rows: Rows, metric: str) -> tuple[float, dict[str, dict[
 
 
 def score_at_end(runs: Sequence[Curve], of: str = "all") -> dict[int, float]:
-    """Return seed -> accuracy of the last evaluation.
+    """Return seed -> accuracy of the last evaluation. Runs that were not evaluated on it are left out.
 
     of: problem set or task"""
     return {
-        run["seed"]: [evaluation["right"] for evaluation in run["evaluations"] if evaluation["of"] == of][-1]
+        run["seed"]: evaluation["right"]  # evaluations are in order: the last one stays
         for run in runs
+        for evaluation in run["evaluations"]
+        if evaluation["of"] == of
     }
 
 

@@ -125,3 +125,21 @@ def test_a_longer_run_counts_up_to_the_tables_last_step(tmp_path: Path) -> None:
     assert [step["step"] for step in cut["steps"]] == [1, 2, 3, 4]
     assert {each["step"] for each in cut["evaluations"]} == {0}
     assert held_out.truncate(whole, 5) == whole
+
+
+def test_a_run_without_an_evaluation_of_the_set_is_left_out(tmp_path: Path) -> None:
+    """A run may have been stopped before its first evaluation, or have no transfer set."""
+    whole, other, stopped = (curve(tmp_path / str(seed), right=20 + seed, seed=seed) for seed in (1, 2, 3))
+    other["evaluations"] = [e for e in other["evaluations"] if e["of"] != "basic_arithmetic"]
+    stopped["evaluations"] = []
+    runs = [whole, other, stopped]
+    assert held_out.score_at_end(runs) == {1: 21 / 40, 2: 22 / 40}
+    assert held_out.score_at_end(runs, "basic_arithmetic") == {1: 2 / 9}
+    assert held_out.score_at_equal_cost({"row": runs}, "rollout/tokens")[1] == {
+        "row": {1: 21 / 40, 2: 22 / 40}
+    }
+    *_, line = held_out.format_table({"row": runs}, minutes=True).splitlines()
+    assert line.startswith("| row | 0.538 ± 0.018 (n = 2) |") and line.endswith("| 0.222 (n = 1) |")
+    *_, line = held_out.format_table({"row": [stopped]}, minutes=True).splitlines()
+    assert line == "| row | - | - | - |  |  | - |"
+    held_out.draw_table({"row": runs, "stopped": [stopped]}, tmp_path / "table.png")
