@@ -342,7 +342,7 @@ def parity(given: Given, found: Found, folder: Path | None = None, kinds: Sequen
 
 
 def tests(given: Given, found: Found, *arguments: str) -> None:
-    """Run tests of tests/gpu; their printed differences of log-probs become notes."""
+    """Run tests of tests/gpu. Raises SkipStage if all are skipped."""
     xml = given.out / f"{found.path.name.partition('.')[0]}.xml"
     command = [
         sys.executable,
@@ -355,17 +355,28 @@ def tests(given: Given, found: Found, *arguments: str) -> None:
         f"--junitxml={xml}",
     ]
     code = subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode
-    if not xml.is_file():
+    if not xml.is_file() or not read_tests(xml, found):
         raise SystemExit(f"pytest: exit code {code}")
-    for case in ElementTree.parse(xml).iter("testcase"):
+
+
+def read_tests(xml: Path, found: Found) -> int:
+    """Add pytest's results, and as notes the printed differences of log-probs. Return the number of tests.
+
+    Raises SkipStage if all tests are skipped."""
+    cases, reason = [*ElementTree.parse(xml).iter("testcase")], ""
+    for case in cases:
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         if (skipped := case.find("skipped")) is not None:
-            found.notes.append(f"{name}: skipped: {skipped.get('message')}")
+            reason = f"skipped: {skipped.get('message')}"
+            found.notes.append(f"{name}: {reason}")
             continue
         said = (case.findtext("system-out") or "").strip().splitlines()
         found.notes += [f"{name}: {line}" for line in said if "log-probs" in line or "difference" in line]
         found.holds(name, case.find("failure") is None and case.find("error") is None)
     found.save()
+    if cases and not found.rows:
+        raise SkipStage(f"all {len(cases)} tests are {reason}")
+    return len(cases)
 
 
 def engine(given: Given, found: Found, folder: Path | None = None) -> None:

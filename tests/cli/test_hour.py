@@ -405,6 +405,24 @@ def test_a_node_of_gpus_is_seen(hour: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(MACHINE) <= set(machine), "what the report names"
 
 
+def test_a_stage_without_a_test_that_ran_is_no_pass(hour: Any, tmp_path: Path) -> None:
+    """If all tests are skipped, so is the stage, and the next call repeats it."""
+    stages, found_types = importlib.import_module("hour_stages"), importlib.import_module("hour_found")
+    xml, passed, skipped = tmp_path / "te.xml", '<testcase name="a"/>', '<skipped message="no GPU"/>'
+    skipped = f'<testcase name="b">{skipped}</testcase>'
+
+    def read(*cases: str) -> tuple[int, Any]:
+        xml.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+        found = found_types.Found(tmp_path / "te.partial.json")
+        return stages.read_tests(xml, found), found
+
+    count, found = read(passed, skipped)
+    assert count == 2 and [row["mark"] for row in found.rows] == ["met"] and "no GPU" in found.notes[0]
+    assert read()[0] == 0  # pytest has found none: `tests` fails
+    with pytest.raises(found_types.SkipStage, match="all 2 tests are skipped: no GPU"):
+        read(skipped, skipped)
+
+
 RUNNER = """
 import sys
 sys.path.insert(0, sys.argv[1])
