@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,12 @@ class Problem(NamedTuple):
     call: str
     answer: str
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Return the source and the numbers; a + b and b + a have the same."""
+        a, _, b = self.call.split()
+        return self.source, *sorted((a, b))
+
 
 def problems(seed: int) -> Iterator[Problem]:
     """Yield problems with different calls; sums may recur with swapped operands."""
@@ -83,9 +90,11 @@ def format_prompt(question: str, *, calls: bool) -> str:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write train.jsonl, eval.jsonl (other calls) and without_tool.jsonl (eval without calculator)."""
+    """Write train.jsonl, eval.jsonl (other operands) and without_tool.jsonl (eval without calculator)."""
     rows = problems(seed)
-    eval_problems, train_problems = ([next(rows) for _ in range(count)] for count in (EVAL_ROWS, TRAIN_ROWS))
+    eval_problems = [next(rows) for _ in range(EVAL_ROWS)]
+    held_out = {problem.operands for problem in eval_problems}
+    train_problems = [*islice((row for row in rows if row.operands not in held_out), TRAIN_ROWS)]
     for name, file_problems, calls in (
         ("eval", eval_problems, True),
         ("without_tool", eval_problems, False),

@@ -59,8 +59,9 @@ def test_problems_are_the_seeds_and_right() -> None:
         assert one.answer == str(values[sign]) and int(one.answer) > 0
 
 
-def test_no_held_out_problem_is_trained_on(tmp_path: Path) -> None:
-    write_task(tmp_path, 0)
+@pytest.mark.parametrize("seed", [0, 27])  # with 27 a held-out sum comes again with swapped operands
+def test_no_held_out_problem_is_trained_on(tmp_path: Path, seed: int) -> None:
+    write_task(tmp_path, seed)
     rows = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "eval", "without_tool")
