@@ -245,22 +245,22 @@ class MicroBatch:
     """One pack of t tokens, r of them response tokens.
 
     E.g. prompts a b and c, responses x y and z: tokens a b x y c z, labels x y z, logit_indices 1 2 4,
-    at 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
+    pack_indices 2 3 5. With `update.share_prompts` a prompt stands once before its responses.
 
     tokens, positions  int64 [1, t] on the device; t is a multiple that sequence parallelism and FP8 require
     packed             sequence boundaries for attention and routers
     logit_indices      int64 [r], positions in the pack that predict the labels
     labels             int64 [r], the response tokens
     token_indices      int64 [r] on the host, the labels' positions in the TrainBatch
-    at                 int64 [r] on the host, the labels' positions in the pack
+    pack_indices       int64 [r] on the host, the labels' positions in the pack
     routing            the engine's experts, host [layers, t, topk] (model/routing.py)
-    others             int64 or int32 [T, k] on the host, k more candidate tokens at each position whose
+    candidates         int64 or int32 [T, k] on the host, k more candidate tokens at each position whose
                        log-probs are needed (top-k of a teacher or the old policy)
     sampling_sets      int32 [T, k] on the host, ids that each token was sampled from, then -1; None: all ids
 
-    Under context parallelism, `token_indices` and `at` describe the whole pack. The other fields describe
-    this rank's part, with r padded to the same number on each rank. Two more fields are set:
-    cut                (rank, position) of each token of the pack (`data.packing.cut`), on the host
+    Under context parallelism, `token_indices` and `pack_indices` describe the whole pack. The other fields
+    describe this rank's part, with r padded to the same number on each rank. Two more fields are set:
+    cp_places          (rank, position there) of each token of the pack, on the host (`assign_cp_ranks`)
     order              int64 [r], index of each label in the concatenation over ranks"""
 
     tokens: Tensor
@@ -269,11 +269,11 @@ class MicroBatch:
     logit_indices: Tensor
     labels: Tensor
     token_indices: Tensor
-    at: Tensor
+    pack_indices: Tensor
     routing: Tensor | None = None
-    cut: tuple[Tensor, Tensor] | None = None
+    cp_places: tuple[Tensor, Tensor] | None = None
     order: Tensor | None = None
-    others: Tensor | None = None
+    candidates: Tensor | None = None
     sampling_sets: Tensor | None = None
 
     def column(self, batch: TrainBatch, name: str) -> Tensor:

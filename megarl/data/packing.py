@@ -60,7 +60,7 @@ def pack_groups(
     return [[families[i] for i in batch] for batch in pack(sizes, max_tokens)]
 
 
-def cut(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
+def assign_cp_ranks(cu_seqlens: Tensor, cp: int) -> tuple[Tensor, Tensor]:
     """Return each token's context-parallel rank and position there, int64 [t] each.
 
     Sequences must have a multiple of 2 * cp tokens. To balance causal attention, rank r gets chunks r and

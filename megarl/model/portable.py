@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
-from megarl.data.packing import cut
+from megarl.data.packing import assign_cp_ranks
 from megarl.model.delta_net import convolve, delta_rule, gated_norm, gates
 from megarl.weights.families import Sizes
 
@@ -118,7 +118,7 @@ def plan_attention(
     padded_from_packed = torch.cat(token_indices)
     plan = AttentionPlan(buckets, padded_from_packed.to(device), packed_from_padded.to(device))
     if cp > 1:
-        rank, local_position = cut(cu_seqlens, cp)
+        rank, local_position = assign_cp_ranks(cu_seqlens, cp)
         plan.keys = (rank * int(local_cu_seqlens[-1]) + local_position)[torch.cat(key_indices)].to(device)
         sequence_positions = torch.arange(len(rank)) - torch.repeat_interleave(
             cu_seqlens[:-1], cu_seqlens.diff()

@@ -234,9 +234,8 @@ def _run_trainer(run: Run, prompt: list[int], response: list[int]) -> dict[Part,
         for part in outputs_by_rank[ranks[0][0]]:
             rows = [[outputs_by_rank[rank][part] for rank in row] for row in ranks]
             pieces = [torch.cat(row) if actor.model.config.sequence_parallel else row[0] for row in rows]
-            cut = micro_batches[0].cut
-            # Under context parallelism, `cut` holds the rank and position of each token.
-            tokens = pieces[0] if cut is None else torch.stack(pieces)[cut]
+            cp_places = micro_batches[0].cp_places
+            tokens = pieces[0] if cp_places is None else torch.stack(pieces)[cp_places]
             outputs[part] = tokens[: batch.num_tokens]
     outputs[run.hf.num_hidden_layers, HEAD] = logprobs[batch.response_mask]
     return outputs

@@ -30,7 +30,7 @@ from megarl.training.columns import (
     turn_rewards,
 )
 from megarl.training.model import InferenceModel
-from megarl.training.objectives import actor_loss, critic_loss, other_tokens, supervised_loss
+from megarl.training.objectives import actor_loss, critic_loss, list_candidates, supervised_loss
 from megarl.training.self_teacher import make_teacher_batch, pack_teacher_batch
 
 
@@ -287,9 +287,9 @@ def actor_update(run: Run, step: Step) -> None:
     step.count_tokens(epochs if selected is None else 2 * epochs)
     loss = actor_loss(algorithm, batch, selected, run.config.teacher)
     mini_batches, before_update = batch.mini_batches, None if selected is None else select
-    if (other_top_tokens := other_tokens(batch)) is not None:
+    if (candidates := list_candidates(batch)) is not None:
         mini_batches = [
-            [replace(micro_batch, others=other_top_tokens) for micro_batch in micro_batches]
+            [replace(micro_batch, candidates=candidates) for micro_batch in micro_batches]
             for micro_batches in mini_batches
         ]
     updates = run.actor.update_mini_batches(mini_batches, loss, epochs, "policy", before_update)

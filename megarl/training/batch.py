@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.algorithms.losses import token_weights
 from megarl.config.schema import Config
 from megarl.data.batch import MicroBatch, RolloutBatch, TrainBatch
-from megarl.data.packing import balance, balance_groups, cost, cut, even_length, pack_groups
+from megarl.data.packing import assign_cp_ranks, balance, balance_groups, cost, even_length, pack_groups
 from megarl.model.builder import ModelChunks
 from megarl.model.fp8 import pack_multiple
 from megarl.parallel.comm import max_over_ranks, sum_over_replicas
@@ -109,11 +109,11 @@ def divide(
 
 
 def take_share(
-    rollout: RolloutBatch, divided: Sequence[Sequence[Sequence[int]]], runtime: Runtime
+    rollout: RolloutBatch, shares: Sequence[Sequence[Sequence[int]]], runtime: Runtime
 ) -> TrainBatch:
-    """Return this replica's sequences with their tokens. divided: see `divide`"""
+    """Return this replica's sequences with their tokens. shares: see `divide`"""
     layout = runtime.layout
-    rows_by_replica = [[row for part in divided for row in part[dp]] for dp in range(layout.dp)]
+    rows_by_replica = [[row for part in shares for row in part[dp]] for dp in range(layout.dp)]
     rows = torch.tensor(rows_by_replica[runtime.dp_rank], dtype=torch.int64)
     if rollout.owners is None:
         batch = rollout.own.select(rows)
@@ -129,12 +129,12 @@ def take_share(
 
 
 def gather_responses(
-    of_responses: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
+    local_values: Tensor, rollout: RolloutBatch, batch: TrainBatch, runtime: Runtime
 ) -> Tensor:
     """Return all replicas' numbers in rollout order [n], on every rank."""
     values = torch.zeros(rollout.num_sequences, dtype=torch.float64)
-    values[batch.rows] = of_responses.double()
-    return sum_over_replicas(runtime, values).to(of_responses.dtype)
+    values[batch.rows] = local_values.double()
+    return sum_over_replicas(runtime, values).to(local_values.dtype)
 
 
 def critic_numbers(rollout: RolloutBatch, config: Config) -> Tensor:
@@ -240,39 +240,46 @@ def matrix_shape(model: ModelChunks) -> tuple[int, int]:
     return c.num_layers * attention + c.hidden_size * mlps, c.num_layers * query_width
 
 
-def locate(
-    at: Tensor, before: Tensor, labels: Tensor, places: tuple[Tensor, Tensor] | None, device: Any
+def make_label_fields(
+    pack_indices: Tensor,
+    predictors: Tensor,
+    labels: Tensor,
+    cp_places: tuple[Tensor, Tensor] | None,
+    device: Any,
 ) -> dict[str, Any]:
-    """Return a MicroBatch's at, logit_indices, labels and order on this rank.
+    """Return a MicroBatch's pack_indices, logit_indices, labels and order on this rank.
 
-    at: int64 [r], positions in the pack, on the host; before: [r], positions that predict them;
-    labels: [r], their tokens; places: a MicroBatch's `cut`"""
-    if places is None:
-        return {"at": at, "logit_indices": before.to(device), "labels": labels.to(device)}
+    pack_indices  int64 [r], the labels' positions in the pack, on the host
+    predictors    int64 [r], the positions that predict them
+    labels        int64 [r], tokens
+    cp_places     as in MicroBatch"""
+    fields = {"pack_indices": pack_indices}
+    if cp_places is None:
+        return {**fields, "logit_indices": predictors.to(device), "labels": labels.to(device)}
     cp = parallel_state.get_context_parallel_world_size()
-    rank, position = (column[before] for column in places)
+    rank, position = (column[predictors] for column in cp_places)
     counts = torch.bincount(rank, minlength=cp)
     width = int(counts.max())
-    order = torch.empty_like(at)
+    order = torch.empty_like(pack_indices)
     for r in range(cp):
         order[rank == r] = r * width + torch.arange(int(counts[r]))
     is_local = rank == parallel_state.get_context_parallel_rank()
     padded = F.pad(torch.stack((position, labels))[:, is_local], (0, width - int(is_local.sum()))).to(device)
-    return {"at": at, "logit_indices": padded[0], "labels": padded[1], "order": order.to(device)}
+    return {**fields, "logit_indices": padded[0], "labels": padded[1], "order": order.to(device)}
 
 
-def labels_and_others(micro_batch: MicroBatch, others: Tensor | None) -> Tensor:
-    """Return `labels`, int64 [r], or with `others` [T, k] the labels and these, [r, 1 + k], on the device."""
-    if others is None:
+def add_candidates(micro_batch: MicroBatch, candidates: Tensor | None) -> Tensor:
+    """Return the labels, int64 [r] on the device; with `candidates` [T, k] also these, [r, 1 + k]."""
+    if candidates is None:
         return micro_batch.labels
-    others = others[micro_batch.token_indices].long()
+    candidates = candidates[micro_batch.token_indices].long()
     if micro_batch.order is not None:
         count, order = micro_batch.labels.numel(), micro_batch.order.cpu()
         is_local = order // max(count, 1) == parallel_state.get_context_parallel_rank()
-        local_others = others.new_zeros(count, others.shape[1])
-        local_others[order[is_local] % max(count, 1)] = others[is_local]
-        others = local_others
-    return torch.cat([micro_batch.labels[:, None], others.to(micro_batch.labels.device)], 1)
+        local_candidates = candidates.new_zeros(count, candidates.shape[1])
+        local_candidates[order[is_local] % max(count, 1)] = candidates[is_local]
+        candidates = local_candidates
+    return torch.cat([micro_batch.labels[:, None], candidates.to(micro_batch.labels.device)], 1)
 
 
 def renormalise(output: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, ...]:
@@ -295,16 +302,16 @@ def renormalise(output: tuple[Tensor, ...], labels: Tensor) -> tuple[Tensor, ...
     return logprobs[:, 0] - normaliser, entropy, *squares
 
 
-def gather_output(micro_batch: MicroBatch, of_head: Any) -> Any:
+def gather_output(micro_batch: MicroBatch, output: Any) -> Any:
     """Gather the head's outputs [r, ...] of all context-parallel ranks.
 
     The gradient is this rank's part: every rank computes the same loss."""
     if micro_batch.order is None or not micro_batch.order.numel():
-        return of_head
-    if isinstance(of_head, tuple):
-        return tuple(gather_output(micro_batch, output) for output in of_head)
+        return output
+    if isinstance(output, tuple):
+        return tuple(gather_output(micro_batch, part) for part in output)
     group = parallel_state.get_context_parallel_group()
-    gathered = gather_from_sequence_parallel_region(of_head, tensor_parallel_output_grad=False, group=group)
+    gathered = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group)
     return gathered.index_select(0, micro_batch.order)
 
 
@@ -347,17 +354,17 @@ def make_micro_batch(
     device, cp = model.device, model.config.context_parallel_size
     layout = lay_out(batch, families, prompt_lengths, cp, pack_multiple(model.config))
     token_indices, is_real = layout.token_indices, layout.is_real
-    tokens = _place(batch.tokens[token_indices], is_real, 0)
-    is_response = _place(batch.response_mask[token_indices], is_real, False)
+    tokens = _fill_pack(batch.tokens[token_indices], is_real, 0)
+    is_response = _fill_pack(batch.response_mask[token_indices], is_real, False)
     response_positions = is_response.nonzero().squeeze(-1)
-    places = cut(layout.cu_seqlens, cp) if cp > 1 else None
-    on_this_rank = places[0] == parallel_state.get_context_parallel_rank() if places else slice(None)
+    cp_places = assign_cp_ranks(layout.cu_seqlens, cp) if cp > 1 else None
+    on_this_rank = cp_places[0] == parallel_state.get_context_parallel_rank() if cp_places else slice(None)
     packed, routing = model.pack(layout.cu_seqlens, layout.prompts), None
     packed.real_tokens = is_real[on_this_rank]
     sets = batch["sampling_sets"] if "sampling_sets" in batch else None  # noqa: SIM401 (no `get`)
     if "routing" in batch:
         recorded = batch["routing"]
-        routing = _place(recorded[token_indices], is_real, torch.iinfo(recorded.dtype).max)
+        routing = _fill_pack(recorded[token_indices], is_real, torch.iinfo(recorded.dtype).max)
         routing = routing[on_this_rank].transpose(0, 1).contiguous()
     return MicroBatch(
         tokens=tokens[on_this_rank][None].to(device),
@@ -366,12 +373,12 @@ def make_micro_batch(
         token_indices=token_indices[batch.response_mask[token_indices]],
         routing=routing,
         sampling_sets=sets,
-        cut=places,
-        **locate(
+        cp_places=cp_places,
+        **make_label_fields(
             response_positions,
             layout.predictors[response_positions],
             tokens[response_positions],
-            places,
+            cp_places,
             device,
         ),
     )
@@ -433,8 +440,8 @@ def lay_out(
     )
 
 
-def _place(values: Tensor, is_real: Tensor, filler: int | bool) -> Tensor:
-    """Return values of real tokens at their places in the pack, [t, ...]."""
+def _fill_pack(values: Tensor, is_real: Tensor, filler: int | bool) -> Tensor:
+    """Return values of real tokens at their positions in the pack, [t, ...], and `filler` elsewhere."""
     padded = values.new_full((len(is_real), *values.shape[1:]), filler)
     padded[is_real] = values
     return padded

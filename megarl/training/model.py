@@ -36,7 +36,7 @@ from megarl.parallel.comm import (
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import gather_output, labels_and_others, locate, renormalise
+from megarl.training.batch import add_candidates, gather_output, make_label_fields, renormalise
 from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
 from megarl.training.self_teacher import AverageWeights
@@ -119,9 +119,9 @@ class InferenceModel:
         end_micro_batches = []
         for micro_batch in micro_batches:
             is_last = torch.isin(micro_batch.token_indices, ends)
-            positions, device = micro_batch.at[is_last], micro_batch.tokens.device
-            fields = locate(positions, positions, torch.zeros_like(positions), micro_batch.cut, device)
-            token_indices = micro_batch.token_indices[is_last]
+            positions, token_indices = micro_batch.pack_indices[is_last], micro_batch.token_indices[is_last]
+            labels, device = torch.zeros_like(positions), micro_batch.tokens.device
+            fields = make_label_fields(positions, positions, labels, micro_batch.cp_places, device)
             end_micro_batches.append(replace(micro_batch, token_indices=token_indices, **fields))
         return self._columns(("scores",), batch, end_micro_batches)["scores"][ends]
 
@@ -165,8 +165,8 @@ class InferenceModel:
             # Models share packs but differ in replay.
             micro_batch.packed.routing = micro_batch.routing if self.replays_routing else None
             sets = micro_batch.sampling_sets if self.replays_sampling else None
-            others = None if forward_only else micro_batch.others
-            labels = labels_and_others(micro_batch, others if sets is None else sets)
+            candidates = None if forward_only else micro_batch.candidates
+            labels = add_candidates(micro_batch, candidates if sets is None else sets)
             tokens, positions = micro_batch.tokens, micro_batch.positions
             output = chunk(tokens, positions, micro_batch.packed, micro_batch.logit_indices, labels)
 

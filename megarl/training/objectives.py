@@ -46,7 +46,7 @@ def actor_loss(
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         logprobs, entropy = output
         top_k_logprobs = teacher_token_logprobs = None
-        if micro_batch.others is not None:
+        if micro_batch.candidates is not None:
             logprobs, old_token_logprobs, teacher_token_logprobs = logprobs.tensor_split(
                 (1, 1 + config.dppo.top_k), 1
             )
@@ -94,12 +94,13 @@ def further_terms(
     micro_batch: MicroBatch,
     logprobs: Tensor,
     entropy: Tensor,
-    of_teacher: Tensor | None,
+    teacher_token_logprobs: Tensor | None,
     teacher: TeacherConfig | None,
 ) -> Iterator[tuple[float, tuple[Tensor, Stats]]]:
     """Yield factor, loss and statistics of each further term whose factor is not 0.
 
-    logprobs, entropy: of the policy, [r]; of_teacher: log pi of the teacher's top-k tokens, [r, k]."""
+    logprobs, entropy: of the policy, [r]
+    teacher_token_logprobs: log pi of the teacher's top-k tokens, [r, k]"""
 
     def column(name: str) -> Tensor:
         return micro_batch.column(batch, name)
@@ -121,16 +122,16 @@ def further_terms(
         old_logprobs = column(config.old_column)
         importance = importance_weights(logprobs, old_logprobs, column(weights_column), cap)
     if teacher.top_k:
-        assert of_teacher is not None
-        terms = of_teacher, column("teacher_logprobs"), column(weights_column)
+        assert teacher_token_logprobs is not None
+        terms = teacher_token_logprobs, column("teacher_logprobs"), column(weights_column)
         yield teacher.weight, top_k_loss(*terms, teacher.alpha, importance)
     elif importance is not None:
         weights = column("policy_loss_weights")
         yield teacher.weight, sampled_teacher_loss(logprobs, column("teacher_logprobs"), weights, importance)
 
 
-def other_tokens(batch: TrainBatch) -> Tensor | None:
-    """Return pi_old's, then a teacher's top-k tokens, int32 [T, k]: `MicroBatch.others` of `actor_loss`."""
+def list_candidates(batch: TrainBatch) -> Tensor | None:
+    """Return `MicroBatch.candidates`: pi_old's, then a teacher's top-k tokens, int32 [T, k]."""
     names = [name for name in ("old_top_tokens", "teacher_tokens") if name in batch]
     return torch.cat([batch[name] for name in names], 1) if names else None
 

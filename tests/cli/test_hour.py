@@ -406,7 +406,7 @@ def test_a_node_of_gpus_is_seen(hour: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_stage_without_a_test_that_ran_is_no_pass(hour: Any, tmp_path: Path) -> None:
-    """If all tests are skipped, so is the stage, and the next call repeats it."""
+    """A stage is skipped if all its tests are, and the next call repeats it."""
     stages, found_types = importlib.import_module("hour_stages"), importlib.import_module("hour_found")
     xml, passed, skipped = tmp_path / "te.xml", '<testcase name="a"/>', '<skipped message="no GPU"/>'
     skipped = f'<testcase name="b">{skipped}</testcase>'

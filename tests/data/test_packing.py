@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import balance, balance_groups, cost, cut, even_length, pack, pack_groups
+from megarl.data.packing import assign_cp_ranks, balance, balance_groups, cost, even_length, pack, pack_groups
 
 
 def lengths_of_responses(n: int, seed: int) -> list[int]:
@@ -108,7 +108,7 @@ def test_balance_groups(families: list[tuple[int, list[int]]], ranks: int, rng: 
 def test_cut_gives_each_rank_two_chunks_of_every_sequence(chunks: list[int], cp: int) -> None:
     """Chunks are Megatron's (get_batch_on_this_cp_rank): each rank has equally many causal pairs."""
     cu_seqlens = torch.tensor([0, *(2 * cp * size for size in chunks)]).cumsum(0)
-    rank, place = cut(cu_seqlens, cp)
+    rank, place = assign_cp_ranks(cu_seqlens, cp)
     pairs = []
     for r in range(cp):
         expected = []

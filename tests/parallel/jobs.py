@@ -258,7 +258,7 @@ def gradients(
     from megarl.training.batch import make_train_batch
     from megarl.training.columns import correct_mismatch
     from megarl.training.model import TrainableModel
-    from megarl.training.objectives import actor_loss, critic_loss, other_tokens
+    from megarl.training.objectives import actor_loss, critic_loss, list_candidates
 
     config = make_config(folder, mini_batch=batch.num_sequences, **options)
     which, _, last = which.partition("_")
@@ -300,8 +300,8 @@ def gradients(
         loss = actor_loss(algorithm, experience, found)
     else:
         loss = actor_loss(algorithm, experience, teacher=config.teacher)
-        if (others := other_tokens(experience)) is not None:
-            micro_batches = [replace(one, others=others) for one in micro_batches]
+        if (candidates := list_candidates(experience)) is not None:
+            micro_batches = [replace(one, candidates=candidates) for one in micro_batches]
     sums = sum_stats(runtime, learner.compute_gradients(micro_batches, loss))
     with on_cpu():
         learner.optimizer.prepare_grads()

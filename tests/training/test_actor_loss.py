@@ -55,7 +55,7 @@ def loss_of(config: AlgorithmConfig, batch: Batch, teacher: TeacherConfig | None
     if teacher is not None:
         beside.append(e["several"])
     if beside:
-        micro.others = torch.zeros(0)
+        micro.candidates = torch.zeros(0)
         logprobs = torch.cat([logprobs[:, None], *beside], 1)
     loss, _ = actor_loss(config, e, teacher=teacher)(
         (logprobs[micro.token_indices], e["entropy"][micro.token_indices]), micro
