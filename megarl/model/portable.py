@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,15 @@ class AttentionPlan:
     keys: Tensor | None = None
     positions: Tensor | None = None
 
+    def to(self, device: torch.device) -> AttentionPlan:
+        return AttentionPlan(
+            self.buckets,
+            self.padded_from_packed.to(device),
+            self.packed_from_padded.to(device),
+            None if self.keys is None else self.keys.to(device),
+            None if self.positions is None else self.positions.to(device),
+        )
+
 
 def plan_attention(
     cu_seqlens: Tensor, device: torch.device, cp: int = 1, cp_rank: int = 0, prompts: Prompts | None = None
@@ -74,30 +83,20 @@ def plan_attention(
     cu_seqlens: of the whole pack, on the host"""
     local_cu_seqlens = cu_seqlens // cp
     lengths, order = local_cu_seqlens.diff().sort(descending=True, stable=True)
-    ordered_family_ids = [0] * len(lengths)
+    family_ids = [0] * len(lengths)  # of sequences that share a prompt; 0: none
     if prompts is not None:
-        family_ids = torch.where(prompts[1] > 0, prompts[0] + 1, 0)
-        order = order[family_ids[order].argsort(stable=True)]
-        lengths, ordered_family_ids = local_cu_seqlens.diff()[order], family_ids[order].tolist()
-    starts, sizes = local_cu_seqlens[:-1][order], lengths.tolist()
+        family_by_sequence = torch.where(prompts[1] > 0, prompts[0] + 1, 0)
+        order = order[family_by_sequence[order].argsort(stable=True)]
+        lengths, family_ids = local_cu_seqlens.diff()[order], family_by_sequence[order].tolist()
+    starts = local_cu_seqlens[:-1][order]
     buckets: list[Bucket] = []
     token_indices: list[Tensor] = []
     key_indices: list[Tensor] = []
     packed_from_padded = torch.empty(int(local_cu_seqlens[-1]), dtype=torch.int64)
-    first, offset = 0, 0
-    while first < len(sizes):
-        if not sizes[first]:
-            first += 1
-            continue
-        width, end, num_tokens = sizes[first], first, 0
-        while (
-            end < len(sizes)
-            and ordered_family_ids[end] == ordered_family_ids[first]
-            and num_tokens + sizes[end] >= (1 - MAX_PADDING) * width * (end - first + 1)
-        ):
-            num_tokens += sizes[end]
-            end += 1
-        rows, column, row_lengths = end - first, torch.arange(width), lengths[first:end, None]
+    offset = 0
+    for first, end in _divide_by_length(lengths.tolist(), family_ids):
+        rows, width, row_lengths = end - first, int(lengths[first]), lengths[first:end, None]
+        column = torch.arange(width)
         token_index = starts[first:end, None] + torch.minimum(column, row_lengths - 1)
         padded_position = offset + torch.arange(rows * width).view(rows, width)
         is_token = column < row_lengths
@@ -109,29 +108,51 @@ def plan_attention(
                 (cp * starts[first:end, None] + torch.arange(cp * width).minimum(last_key)).flatten()
             )
         buckets.append(Bucket(rows, width, offset))
-        if prompts is not None and ordered_family_ids[first]:
+        if prompts is not None and family_ids[first]:
             # The sequence with the prompt is in an earlier bucket, so its padded position is known.
-            prompt_start = int(packed_from_padded[ordered_family_ids[first] - 1])
+            prompt_start = int(packed_from_padded[family_ids[first] - 1])
             buckets[-1].prompt = slice(prompt_start, prompt_start + int(prompts[1][order[first]]))
         offset += rows * width
-        first = end
-    padded_from_packed = torch.cat(token_indices)
-    plan = AttentionPlan(buckets, padded_from_packed.to(device), packed_from_padded.to(device))
+    plan = AttentionPlan(buckets, torch.cat(token_indices), packed_from_padded)
     if cp > 1:
-        rank, local_position = assign_cp_ranks(cu_seqlens, cp)
-        plan.keys = (rank * int(local_cu_seqlens[-1]) + local_position)[torch.cat(key_indices)].to(device)
-        sequence_positions = torch.arange(len(rank)) - torch.repeat_interleave(
-            cu_seqlens[:-1], cu_seqlens.diff()
-        )
-        positions = sequence_positions[rank == cp_rank][padded_from_packed]
-        for bucket in buckets:
-            columns = positions[bucket.start :][: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
-            block_width = max(1, MASK // (bucket.rows * cp * bucket.width))
-            for first in range(0, bucket.width, block_width):
-                stop = min(first + block_width, bucket.width)
-                bucket.blocks.append((first, stop, int(columns[:, first:stop].max()) + 1))
-        plan.positions = positions.to(device)
-    return plan
+        _plan_keys(plan, torch.cat(key_indices), cu_seqlens, cp, cp_rank)
+    return plan.to(device)
+
+
+def _divide_by_length(lengths: Sequence[int], family_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each bucket's sequences, which are sorted by family, longest first.
+
+    Empty sequences are left out."""
+    first = 0
+    while first < len(lengths):
+        if not lengths[first]:
+            first += 1
+            continue
+        end, num_tokens = first, 0
+        while (
+            end < len(lengths)
+            and family_ids[end] == family_ids[first]
+            and num_tokens + lengths[end] >= (1 - MAX_PADDING) * lengths[first] * (end - first + 1)
+        ):
+            num_tokens += lengths[end]
+            end += 1
+        yield first, end
+        first = end
+
+
+def _plan_keys(plan: AttentionPlan, key_indices: Tensor, cu_seqlens: Tensor, cp: int, cp_rank: int) -> None:
+    """Add what context parallelism needs to a plan. key_indices: int64 [cp * padded], in the pack"""
+    rank, local_position = assign_cp_ranks(cu_seqlens, cp)
+    local_tokens = int(cu_seqlens[-1]) // cp
+    plan.keys = (rank * local_tokens + local_position)[key_indices]
+    sequence_positions = torch.arange(len(rank)) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    plan.positions = sequence_positions[rank == cp_rank][plan.padded_from_packed]
+    for bucket in plan.buckets:
+        columns = plan.positions[bucket.start :][: bucket.rows * bucket.width].view(bucket.rows, bucket.width)
+        block_width = max(1, MASK // (bucket.rows * cp * bucket.width))
+        for first in range(0, bucket.width, block_width):
+            stop = min(first + block_width, bucket.width)
+            bucket.blocks.append((first, stop, int(columns[:, first:stop].max()) + 1))
 
 
 class _Pad(torch.autograd.Function):
