@@ -172,43 +172,50 @@ class MegatronFolder(ModelFolder):
 
     def _pairs(self) -> dict[str, tuple[Pair, int | None]]:
         """Return parameter and layer by key. Raises CheckpointError if keys do not fit."""
-        sizes, metadata_path = Sizes.from_config(self.config), self.path / METADATA
-        pairs: dict[str, tuple[Pair, int | None]] = {}
+        sizes, pairs = Sizes.from_config(self.config), dict[str, tuple[Pair, int | None]]()
         known_keys = {OUTPUT.megatron, VALUE_HEAD.megatron}  # may be unused
-        model_parameters = whole_model(self.config, critic=self.critic)
-        required_pairs = dict.fromkeys(
-            (pair, _get_key_layer(sizes, layer)) for pair, layer, _ in model_parameters
-        )
-        if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
-            required_pairs[OUTPUT, None] = None  # for `_check_tied`
-        for pair, layer in required_pairs:
+        for pair, layer in self._list_pairs(sizes):
             possible_keys = list_keys(pair, layer)
             key = next((name for name in possible_keys if name in self._keys), None)
             if key is None and pair is VALUE_HEAD:
                 continue
-            if key is None and any(".lora." in key for key in self._keys):
-                remedy = "the run's folder hf has the model with them"
-                raise CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
             if key is None:
-                problem = "is not in the checkpoint (config.json asks for it)"
-                raise tensor_error(metadata_path, possible_keys[0], problem)
+                raise self._missing_key(possible_keys[0])
             known_keys.update(possible_keys)
             pairs[key] = pair, layer
-            shape, stored_shape = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
-            is_valid = stored_shape == shape
-            if pair.operation == "vocabulary":  # padding depends on tp
-                is_valid = stored_shape[:1] >= shape[:1] and stored_shape[1:] == shape[1:]
-            if not is_valid:
-                problem = f"shape {stored_shape}, but config.json asks for {shape}"
-                raise tensor_error(metadata_path, key, problem)
+            self._check_shape(key, pair, sizes)
         for key in self._keys:
             if key.startswith(MODEL_KEYS) and key not in known_keys:
                 problem = f"a {self.config['model_type']} model has no such tensor"
-                raise tensor_error(metadata_path, key, problem)
+                raise tensor_error(self.path / METADATA, key, problem)
         return pairs
 
-    def _add_pieces(self, key: str, pair: Pair, own: int | None) -> None:
-        """Add a key's pieces. own: by `_get_key_layer`."""
+    def _list_pairs(self, sizes: Sizes) -> list[tuple[Pair, int | None]]:
+        """Return the model's parameters, each with its layer if layers have separate keys."""
+        parameters = whole_model(self.config, critic=self.critic)
+        pairs = dict.fromkeys((pair, _get_key_layer(sizes, layer)) for pair, layer, _ in parameters)
+        if is_tied(self.config) and not self.critic and OUTPUT.megatron in self._keys:
+            pairs[OUTPUT, None] = None  # for `_check_tied`
+        return [*pairs]
+
+    def _missing_key(self, key: str) -> CheckpointError:
+        if any(".lora." in name for name in self._keys):
+            remedy = "the run's folder hf has the model with them"
+            return CheckpointError(f"{self.path}: has LoRA adapters alone, and no model ({remedy})")
+        problem = "is not in the checkpoint (config.json asks for it)"
+        return tensor_error(self.path / METADATA, key, problem)
+
+    def _check_shape(self, key: str, pair: Pair, sizes: Sizes) -> None:
+        shape, stored_shape = _compute_key_shape(pair, sizes, 1), tuple(self._keys[key].size)
+        is_valid = stored_shape == shape
+        if pair.operation == "vocabulary":  # padding depends on tp
+            is_valid = stored_shape[:1] >= shape[:1] and stored_shape[1:] == shape[1:]
+        if not is_valid:
+            problem = f"shape {stored_shape}, but config.json asks for {shape}"
+            raise tensor_error(self.path / METADATA, key, problem)
+
+    def _add_pieces(self, key: str, pair: Pair, key_layer: int | None) -> None:
+        """Add a key's pieces. key_layer: by `_get_key_layer`."""
         sizes = Sizes.from_config(self.config)
         leading_shape = _select_leading(pair, sizes, sizes.layers, sizes.experts)
         boxes_by_position: dict[Shape, list[Box]] = defaultdict(list)
@@ -218,7 +225,7 @@ class MegatronFolder(ModelFolder):
             for position in product(*(range(*bounds) for bounds in box[: len(leading_shape)])):
                 boxes_by_position[position].append(box)
         for position in product(*map(range, leading_shape)):
-            layer = own if own is not None else position[0] if "{l}" in pair.megatron else 0
+            layer = key_layer if key_layer is not None else position[0] if "{l}" in pair.megatron else 0
             expert = position[-1] if pair.per_expert else 0
             for region in pair_shard(sizes, pair, layer, expert, 1, 0).regions:
                 region_box = (*((index, index + 1) for index in position), *region.local_box)
