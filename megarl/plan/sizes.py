@@ -384,60 +384,73 @@ class Passes:
     def is_portable(self) -> bool:
         return self.layers == "portable"
 
+    @property
+    def gathers_keys(self) -> bool:
+        """True if each rank has all keys of its sequences. Transformer Engine passes them around."""
+        return self.cp > 1 and self.is_portable
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """A rank's elements of one token's tensors.
+
+    hidden   hidden state; a share of it with sequence parallelism
+    q, kv    queries; keys and values together
+    ffn      columns of the MLP, or of a token's experts and the shared ones
+    copies   hidden states for experts: a balanced rank receives as many as it sends
+    experts  number of experts; 0: none"""
+
+    hidden: float
+    q: float
+    kv: float
+    ffn: float
+    copies: float
+    experts: int
+
+
+def _get_widths(shape: Shape, passes: Passes, has_experts: bool) -> _Widths:
+    sizes, tp = shape.sizes, passes.tp
+    hidden = sizes.hidden / (tp if passes.sequence_parallel else 1)
+    attention = hidden, sizes.q / tp, 2 * sizes.kv / tp
+    if not (has_experts and sizes.experts):
+        return _Widths(*attention, ffn=sizes.ffn / tp, copies=0.0, experts=0)
+    top_k = shape.config["num_experts_per_tok"]
+    ffn, copies = (top_k * sizes.expert_ffn + sizes.shared_ffn) / tp, top_k * sizes.hidden / tp
+    return _Widths(*attention, ffn, copies, sizes.experts)
+
 
 def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts: bool = True) -> Activations:
     """Count activations for each token of a context-parallel rank."""
-    sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
-    h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
-    portable, recompute, modules, fp8 = passes.is_portable, passes.recompute, passes.modules, passes.fp8
-    # Per token. f: MLP columns; copies: elements sent to experts. A balanced rank receives equally many.
-    experts = sizes.experts if has_experts else 0
-    top_k = shape.config["num_experts_per_tok"] if experts else 0
-    f, copies = sizes.ffn / tp, top_k * sizes.hidden / tp
-    if experts:
-        f = (top_k * sizes.expert_ffn + sizes.shared_ffn) / tp
-    family, (norms, attention, mlp) = get_family(shape.config), _count_layer_parts(shape, passes, f)
+    sizes, b, w = shape.sizes, shape.itemsize, _get_widths(shape, passes, has_experts)
+    norms, attention, mlp = _count_layer_parts(shape, passes, w)
+    delta = _delta_net(shape, passes.tp) if sizes.linear else 0.0
     linear_share = len(sizes.linear) / sizes.layers
-    delta = _delta_net(shape, tp) if sizes.linear else 0.0
-    mlp += b * copies  # sorted input of the experts
-    if experts:  # the router's scores, and a byte each for its choice
-        mlp += experts * (BYTES[passes.router] + 1) / tp
-        if family.has("shared_experts.gate_weight"):  # its input
-            mlp += b * h
     mean_attention = attention + linear_share * (delta - attention)
     one_layer = norms + mean_attention + mlp
     # Written but not kept: unrotated q and k, residual sums.
-    moved = one_layer - b * copies + (0.0 if portable else b * (q + kv / 2) + 2 * h)
-    if fp8:
+    moved = one_layer - b * w.copies + (0.0 if passes.is_portable else b * (w.q + w.kv / 2) + 2 * w.hidden)
+    if passes.fp8:
         # FP8 products keep inputs at one byte an element, routers in bf16. Attention keeps its output in
         # bf16, and in FP8 as the projection's input.
-        one_layer += q - (b - 1) * (h * (1 if experts else 2) + copies + f)
-    # Recomputed softmax attention keeps unpadded q, k, v; Transformer Engine's projection keeps the output.
-    attention_change = -FP32 * (sizes.heads / tp)
-    if portable:
-        attention_change += b * (sizes.out / tp - 2 * q if family.is_latent else 0.5 * kv)
-    elif fp8:
-        attention_change -= b * q
-    gathers_keys = passes.cp > 1 and portable
-    if gathers_keys:
+        one_layer += w.q - (b - 1) * (w.hidden * (1 if w.experts else 2) + w.copies + w.ffn)
+    attention_change = _count_recomputed_attention(shape, passes, w)
+    if passes.gathers_keys:
         # Attention over gathered keys is always recomputed, linear attention never. QK norms keep the tensor
         # of q, k and v.
-        norms_keep_qkv = family.has("k_layernorm.weight")
-        one_layer += (1 - linear_share) * (attention_change - (b * (q + kv) if norms_keep_qkv else 0.0))
-        moved = one_layer - b * copies
-    # A recomputed MLP keeps its input: portable layers the normalised one, Transformer Engine's fused layer
-    # the one before the norm. In FP8 both products' inputs take one byte an element.
-    selected = 0.0
-    if "mlp" in modules:
-        selected = mlp + (0.0 if portable else b * h + FP32) - (b - 1) * (h + f) * fp8
-    mean_attention_change = (1 - linear_share) * attention_change
-    selective = one_layer - selected + mean_attention_change * ("attention" in modules and not gathers_keys)
-    layer = {"none": one_layer, "full": b * h, "selective": selective}[recompute]
-    work, forward = _count_scratch(shape, passes, f, copies, mlp, delta)
+        norms_keep_qkv = get_family(shape.config).has("k_layernorm.weight")
+        one_layer += (1 - linear_share) * (attention_change - (b * (w.q + w.kv) if norms_keep_qkv else 0.0))
+        moved = one_layer - b * w.copies
+    layer, selected = one_layer, 0.0
+    if passes.recompute == "full":
+        layer = b * w.hidden
+    elif passes.recompute == "selective":
+        selected = _count_recomputed_mlp(shape, passes, w, mlp) if "mlp" in passes.modules else 0.0
+        layer = one_layer - selected
+        if "attention" in passes.modules and not passes.gathers_keys:
+            layer += (1 - linear_share) * attention_change
+    work, forward = _count_scratch(shape, passes, w, mlp, delta)
     head, head_fixed = _head(shape, passes, critic)
-    if recompute != "selective":
-        selected = 0.0
-    if recompute == "full" and linear_share:  # larger kind of layer
+    if passes.recompute == "full" and linear_share:  # larger kind of layer
         one_layer += max(attention, delta) - mean_attention
     dense = None
     if sizes.dense and has_experts:
@@ -446,22 +459,46 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
         layer,
         one_layer,
         work,
-        hidden=b * h,
+        hidden=b * w.hidden,
         head=head,
         head_fixed=head_fixed,
         forward=forward,
         moved=moved,
-        recompute=recompute,
+        recompute=passes.recompute,
         recomputed=passes.recomputed,
         selected=selected,
         dense=dense,
     )
 
 
-def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, float, float]:
+def _count_recomputed_attention(shape: Shape, passes: Passes, w: _Widths) -> float:
+    """Return what a layer keeps more if its softmax attention is recomputed; usually less than 0.
+
+    It keeps unpadded q, k, v. Transformer Engine's projection keeps the output."""
+    sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
+    change = -FP32 * (sizes.heads / tp)
+    if passes.is_portable:
+        is_latent = get_family(shape.config).is_latent
+        change += b * (sizes.out / tp - 2 * w.q if is_latent else 0.5 * w.kv)
+    elif passes.fp8:
+        change -= b * w.q
+    return change
+
+
+def _count_recomputed_mlp(shape: Shape, passes: Passes, w: _Widths, mlp: float) -> float:
+    """Return what a layer keeps less if its MLP is recomputed. mlp: what it would keep
+
+    It keeps its input: portable layers the normalised one, Transformer Engine's fused layer the one before
+    the norm. In FP8 both products' inputs take one byte an element."""
+    b = shape.itemsize
+    fused_input = 0.0 if passes.is_portable else b * w.hidden + FP32
+    return mlp + fused_input - (b - 1) * (w.hidden + w.ffn) * passes.fp8
+
+
+def _count_layer_parts(shape: Shape, passes: Passes, w: _Widths) -> tuple[float, float, float]:
+    """Count bytes that a layer's norms, softmax attention and MLP keep."""
     sizes, b, tp, family = shape.sizes, shape.itemsize, passes.tp, get_family(shape.config)
-    h, heads = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.heads / tp
-    q, kv = sizes.q / tp, 2 * sizes.kv / tp
+    h, q, kv, f, heads = w.hidden, w.q, w.kv, w.ffn, sizes.heads / tp
     if passes.is_portable:
         # Twice: input and normalised input (float32), output.
         norms = 2 * (2 * FP32 * h + b * h) + 2 * FP32
@@ -486,17 +523,20 @@ def _count_layer_parts(shape: Shape, passes: Passes, f: float) -> tuple[float, f
         norms += output_norms
     if sizes.linear:  # ungated output, gate, product
         attention += (FP32 + b) * q
+    mlp += b * w.copies  # sorted input of the experts
+    if w.experts:  # the router's scores, and a byte each for its choice
+        mlp += w.experts * (BYTES[passes.router] + 1) / tp
+        if family.has("shared_experts.gate_weight"):  # its input
+            mlp += b * h
     return norms, attention, mlp
 
 
-def _count_scratch(
-    shape: Shape, passes: Passes, f: float, copies: float, mlp: float, delta: float
-) -> tuple[float, float]:
+def _count_scratch(shape: Shape, passes: Passes, w: _Widths, mlp: float, delta: float) -> tuple[float, float]:
     """Count a layer's scratch memory: backward pass, forward pass without gradients.
 
     mlp, delta: kept by MLP and linear attention"""
-    sizes, b, tp, cp = shape.sizes, shape.itemsize, passes.tp, passes.cp
-    h, q, kv = sizes.hidden / (tp if passes.sequence_parallel else 1), sizes.q / tp, 2 * sizes.kv / tp
+    sizes, b, cp = shape.sizes, shape.itemsize, passes.cp
+    h, q, kv, f, copies = w.hidden, w.q, w.kv, w.ffn, w.copies
     # Copies sent, received, sorted; experts' outputs, also combined; gradients.
     work = b * (max(2 * f, 4 * copies) + h)
     if passes.is_portable:
@@ -609,14 +649,14 @@ def find_device(cluster: ClusterConfig, measured: float | None = None) -> Device
         "gpu_memory_speed": cluster.gpu_memory_speed,
         "host_speed": cluster.host_speed,
     }
-    given: dict[str, Any] = {
+    configured: dict[str, Any] = {
         key.removeprefix("gpu_"): value for key, value in figures.items() if value is not None
     }
     if cluster.gpu in DEVICES:
-        device = replace(DEVICES[cluster.gpu], **given)
+        device = replace(DEVICES[cluster.gpu], **configured)
     elif missing := [f"cluster.{key}" for key, value in figures.items() if value is None]:
         what = f"{cluster.gpu} is not in the table ({', '.join(DEVICES)})"
         raise ConfigError(f"cluster.gpu: {what}: set {', '.join(missing)} as well")
     else:
-        device = Device(cluster.gpu, **given)
+        device = Device(cluster.gpu, **configured)
     return replace(device, memory=measured) if measured else device
