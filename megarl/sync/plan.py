@@ -232,30 +232,41 @@ def make_plan(
                 network_queues[position].append((rank, part))
             else:
                 relay_queues[position].append((rank, part))
-
-    def interleave(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
-        return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
-
-    node_loads: dict[int, int] = defaultdict(int)
-    network_loads: dict[int, int] = defaultdict(int)
-    for rank, part in interleave(node_queues):
-        owners = part.owners.by_node[rank // gpus_per_node]
-        source = min(owners, key=lambda owner: (node_loads[owner], owner))
-        node_loads[source] += part.size
-        copies.append(part.copy(source, rank))
-    for rank, part in interleave(network_queues):
-        # Loads only grow: update outdated entries until the top one is current.
-        heap = part.owners.heap
-        while network_loads[heap[0][1]] != heap[0][0]:
-            heapreplace(heap, (network_loads[heap[0][1]], heap[0][1]))
-        source = heap[0][1]
-        network_loads[source] += part.size
-        copies.append(part.copy(source, rank))
+    copies += _copy_within_nodes(_interleave(node_queues), gpus_per_node)
+    copies += _copy_between_nodes(_interleave(network_queues))
     relays = []
-    for rank, part in interleave(relay_queues):
+    for rank, part in _interleave(relay_queues):
         place = (part.dst_name, part.dst_box)
         relays.append(Copy(receivers[rank // gpus_per_node, id(part)], *place, rank, *place))
     return Plan(tuple(copies), source_shards, target_shards, formats or {}, gpus_per_node, tuple(relays))
+
+
+def _interleave(queues: list[Queue]) -> Iterator[tuple[int, _Part]]:
+    """Yield the targets' first parts, then their second ones, and so on."""
+    return (entry for row in zip_longest(*queues) for entry in row if entry is not None)
+
+
+def _copy_within_nodes(queue: Iterable[tuple[int, _Part]], gpus_per_node: int) -> Iterator[Copy]:
+    """Yield copies from the ranks of the target's node that have sent least so far."""
+    loads: dict[int, int] = defaultdict(int)
+    for rank, part in queue:
+        owners = part.owners.by_node[rank // gpus_per_node]
+        source = min(owners, key=lambda owner: (loads[owner], owner))
+        loads[source] += part.size
+        yield part.copy(source, rank)
+
+
+def _copy_between_nodes(queue: Iterable[tuple[int, _Part]]) -> Iterator[Copy]:
+    """Yield copies from the ranks that have sent least over the network so far."""
+    loads: dict[int, int] = defaultdict(int)
+    for rank, part in queue:
+        # Loads only grow: update outdated entries until the top one is current.
+        heap = part.owners.heap
+        while loads[heap[0][1]] != heap[0][0]:
+            heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+        source = heap[0][1]
+        loads[source] += part.size
+        yield part.copy(source, rank)
 
 
 def _choose_receivers(
