@@ -27,28 +27,35 @@ class Guards:
     skipped     consecutive steps with a non-finite number
     unverified  consecutive steps in which every response had an error
     length      moving average of the response length, weight 1/2 for the newest, and its standard error
-    longer      consecutive steps above `guard.length_growth`: number, sums of means and of squared errors
+    growth      consecutive steps above `guard.length_growth`: number, sums of means and of squared errors
     highest     highest value of each metric that may collapse
-    longest     standard error of the highest length, not a length
+    highest_length_error  standard error of the highest length
     collapsed   metrics, as of the last step"""
 
     def __init__(self, config: GuardConfig, windows: int = 1) -> None:
         self.config, self.windows = config, windows
         self.skipped = self.unverified = 0
         self.length: tuple[float, float] | None = None
-        self.longer, self.longest = (0, 0.0, 0.0), 0.0
+        self.growth, self.highest_length_error = (0, 0.0, 0.0), 0.0
         self.highest: dict[str, float] = {}
         self.collapsed: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        names = "skipped", "unverified", "length", "longer", "longest"
-        state = {name: getattr(self, name) for name in names}
-        return {**state, "highest": dict(self.highest), "collapsed": sorted(self.collapsed)}
+        return {
+            "skipped": self.skipped,
+            "unverified": self.unverified,
+            "length": self.length,
+            "longer": self.growth,
+            "longest": self.highest_length_error,
+            "highest": dict(self.highest),
+            "collapsed": sorted(self.collapsed),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped, length = state["skipped"], state["length"]
         self.length = (length, 0.0) if isinstance(length, float) else length and tuple(length)
-        self.longer, self.longest = tuple(state.get("longer", (0, 0.0, 0.0))), state.get("longest", 0.0)
+        self.growth = tuple(state.get("longer", (0, 0.0, 0.0)))
+        self.highest_length_error = state.get("longest", 0.0)
         self.unverified = state.get("unverified", 0)
         self.highest = dict(state.get("highest", {}))
         self.collapsed = set(state.get("collapsed", ()))
@@ -84,54 +91,60 @@ class Guards:
 
     def count_success(self, metrics: Mapping[str, float], number: int) -> list[str]:
         """Reset the count of skipped steps. Return alarms about the metrics of step `number`."""
-        self.skipped = 0
-        if number < self.windows:
-            metrics = {name: value for name, value in metrics.items() if name != "response/length_mean"}
-        limits, lines = self.config, list[str]()
-        entropy, length = metrics.get("policy/entropy"), metrics.get("response/length_mean")
+        self.skipped, limits, lines = 0, self.config, list[str]()
+        entropy = metrics.get("policy/entropy")
+        length = None if number < self.windows else metrics.get("response/length_mean")
         error = metrics.get("response/length_error", 0.0)  # unknown with one prompt
         if entropy is not None and limits.entropy_low is not None and entropy < limits.entropy_low:
             entropy_text = f"{entropy:.4g} is below guard.entropy_low {limits.entropy_low:g}"
             lines.append(f"alarm: policy/entropy {entropy_text}: the policy collapses")
         if limits.length_growth is not None and length is not None:
             lines += self._check_growth(length, error, limits.length_growth)
-        for key, limit, share in (
-            ("policy/entropy", "entropy_collapse", limits.entropy_collapse),
-            ("response/length_mean", "length_collapse", limits.length_collapse),
-        ):
-            if (value := metrics.get(key)) is None:
-                continue
-            is_length = key == "response/length_mean"
-            if value >= self.highest.get(key, value):
-                self.highest[key] = value
-                self.longest = error if is_length else self.longest
-            highest = self.highest[key]
-            has_collapsed = share is not None and value < share * highest
-            if has_collapsed and key not in self.collapsed:
-                if is_length and not _differ((value, error), (highest, self.longest)):
-                    continue
-                collapse_text = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
-                lines.append(f"alarm: {key} {collapse_text}, the highest of the run: it collapses")
-            (self.collapsed.add if has_collapsed else self.collapsed.discard)(key)
+        if entropy is not None:
+            limit = "entropy_collapse", limits.entropy_collapse
+            lines += self._check_collapse("policy/entropy", entropy, None, *limit)
+        if length is not None:
+            limit = "length_collapse", limits.length_collapse
+            lines += self._check_collapse("response/length_mean", length, error, *limit)
         for key in ("policy/clip_fraction_low", "policy/clip_fraction_high"):
             if limits.clip_fraction is not None and metrics.get(key, 0.0) > limits.clip_fraction:
                 clip_text = f"{metrics[key]:.4g} is above guard.clip_fraction {limits.clip_fraction:g}"
                 lines.append(f"alarm: {key} {clip_text}: updates leave the trust region")
         return lines
 
+    def _check_collapse(
+        self, key: str, value: float, error: float | None, limit: str, share: float | None
+    ) -> list[str]:
+        """Return an alarm if a metric falls below `share` of its highest value, unless that may be noise.
+
+        error: standard error of a length; None: any fall counts"""
+        if value >= self.highest.get(key, value):
+            self.highest[key] = value
+            self.highest_length_error = self.highest_length_error if error is None else error
+        highest = self.highest[key]
+        if share is None or value >= share * highest:
+            self.collapsed.discard(key)
+            return []
+        is_noise = error is not None and not _differ((value, error), (highest, self.highest_length_error))
+        if key in self.collapsed or is_noise:
+            return []
+        self.collapsed.add(key)
+        collapse_text = f"{value:.4g} has fallen below guard.{limit} {share:g} x {highest:.4g}"
+        return [f"alarm: {key} {collapse_text}, the highest of the run: it collapses"]
+
     def _check_growth(self, length: float, error: float, growth: float) -> list[str]:
         """Return an alarm if lengths grow. If growth may be noise, average it with the next steps first."""
         baseline, lines = self.length, list[str]()
         if baseline is not None and length > growth * baseline[0] > 0:
-            steps, total, squares = self.longer
-            self.longer = steps, total, squares = steps + 1, total + length, squares + error**2
+            steps, total, squares = self.growth
+            self.growth = steps, total, squares = steps + 1, total + length, squares + error**2
             mean = total / steps
             if not _differ((mean, math.sqrt(squares) / steps), baseline):
                 return []
             growth_text = f"{mean:.4g} is more than guard.length_growth {growth:g} x {baseline[0]:.4g}"
             lines.append(f"alarm: response/length_mean {growth_text}, the steps before: responses explode")
             baseline = None
-        self.longer = 0, 0.0, 0.0
+        self.growth = 0, 0.0, 0.0
         average = baseline and ((length + baseline[0]) / 2, math.hypot(error, baseline[1]) / 2)
         self.length = average or (length, error)
         return lines
