@@ -139,45 +139,59 @@ def read_rollout(
         return json.dumps(manifest)  # as text: a prompt's integers may have any size
 
     manifest = json.loads(run_on_rank_0(ranks, read, str))
-    files, batches, problem = [*manifest["files"].items()][ranks.rank :: ranks.world], [], None
+    names, problem, local, row_columns = [*manifest["files"]][ranks.rank :: ranks.world], None, None, None
     try:
-        batches = [read_batch(path.parent / name, digest) for name, digest in files]
+        local, row_columns = _read_files({path.parent / name: manifest["files"][name] for name in names})
     except DataError as error:
         problem = error
-    local_batch, local_rows = None, None
-    if batches:
-        local_batch = join(batches)
-        local_batch = local_batch.select(local_batch["row"].argsort())
-        row_columns = [name for name in local_batch.columns if name not in TOKEN_COLUMNS]
-        columns = {name: local_batch.columns.pop(name) for name in row_columns}
-        columns.setdefault("prompt_length", local_batch.prompt_lengths)  # missing in old files
-        if "begun" in columns:
-            columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
-        columns |= {"length": local_batch.lengths, "response_length": local_batch.response_lengths}
-        local_rows = columns, local_batch.select([])
-    all_ranks = gather_objects(ranks, (problem, local_rows), tuple[DataError | None, ReadRows | None])
-    if problem := next(filter(None, (theirs for theirs, _ in all_ranks)), None):
+    rows = None if local is None or row_columns is None else (row_columns, local.select([]))
+    result_type = tuple[DataError | None, ReadRows | None]
+    problems, rows_by_rank = zip(*gather_objects(ranks, (problem, rows), result_type), strict=True)
+    if problem := next(filter(None, problems), None):
         raise problem
-    rows_by_rank = [(rank, *theirs) for rank, (_, theirs) in enumerate(all_ranks) if theirs is not None]
-    owners = torch.cat([torch.full_like(theirs["row"], rank) for rank, theirs, _ in rows_by_rank])
-    order = torch.cat([theirs["row"] for _, theirs, _ in rows_by_rank]).argsort()
-    merged_columns = {
-        name: torch.cat([theirs[name] for _, theirs, _ in rows_by_rank])[order] for name in rows_by_rank[0][1]
-    }
-    rows = merged_columns.pop("row")
-    batch = RolloutBatch(
-        lengths=merged_columns.pop("length"),
-        response_lengths=merged_columns.pop("response_length"),
-        prompt_lengths=merged_columns.pop("prompt_length"),
-        owners=owners[order],
-        columns=merged_columns,
-        rows=local_rows[0]["row"] if local_rows is not None else rows[:0],
-        own=local_batch if local_batch is not None else rows_by_rank[0][2],
-    )
-    state = manifest["state"]
+    batch, state = _merge_rows(rows_by_rank, local, ranks.rank), manifest["state"]
     batch.metrics = dict(state["stats"])
     batch.records = {int(row): SampleRecord(**record) for row, record in state.get("samples", {}).items()}
     return batch, state
+
+
+def _read_files(files: Mapping[Path, str]) -> tuple[TrainBatch | None, dict[str, Tensor] | None]:
+    """Return the sequences of files in order of rows, and their columns [n]; None without files.
+
+    files: path -> checksum. Raises DataError."""
+    if not files:
+        return None, None
+    batch = join([read_batch(path, digest) for path, digest in files.items()])
+    batch = batch.select(batch["row"].argsort())
+    row_names = [name for name in batch.columns if name not in TOKEN_COLUMNS]
+    columns = {name: batch.columns.pop(name) for name in row_names}
+    columns.setdefault("prompt_length", batch.prompt_lengths)  # missing in old files
+    if "begun" in columns:
+        columns["prefix_tokens"] = columns.pop("begun")  # its name before 0.3
+    return batch, columns | {"length": batch.lengths, "response_length": batch.response_lengths}
+
+
+def _merge_rows(
+    rows_by_rank: Sequence[ReadRows | None], local: TrainBatch | None, this_rank: int
+) -> RolloutBatch:
+    """Return the batch of all ranks' rows. local: this rank's sequences; None: it has read none"""
+    columns_by_owner = {rank: rows[0] for rank, rows in enumerate(rows_by_rank) if rows is not None}
+    owners = [torch.full_like(columns["row"], rank) for rank, columns in columns_by_owner.items()]
+    order = torch.cat([columns["row"] for columns in columns_by_owner.values()]).argsort()
+    merged = {
+        name: torch.cat([columns[name] for columns in columns_by_owner.values()])[order]
+        for name in next(iter(columns_by_owner.values()))
+    }
+    rows = merged.pop("row")
+    return RolloutBatch(
+        lengths=merged.pop("length"),
+        response_lengths=merged.pop("response_length"),
+        prompt_lengths=merged.pop("prompt_length"),
+        owners=torch.cat(owners)[order],
+        columns=merged,
+        rows=rows[:0] if local is None else columns_by_owner[this_rank]["row"],
+        own=local if local is not None else next(rows[1] for rows in rows_by_rank if rows is not None),
+    )
 
 
 def list_rollout_files(manifest: Path) -> list[Path]:
