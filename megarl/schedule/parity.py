@@ -109,6 +109,9 @@ def check_parity(run: Run, step: Step) -> None:
 
 
 def compare_layers(run: Run, step: Step, version: int) -> str:
+    """Describe the first layer whose output differs from a reference's, given the trainer's input.
+
+    Collective. The reference is the model of a transformers engine, or else one that rank 0 builds."""
     runtime, config = run.runtime, run.config
     engine = run.engine if isinstance(run.engine, TransformersEngine) else None
     try:
@@ -119,14 +122,14 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
         if engine and weight_sync and not weight_sync.complete:
             weight_sync.sync(weight_sync.version)
         sequences = _choose_sequences(run, step.batch)
-        states = [_run_trainer(run, *sequence) for sequence in sequences]
+        outputs = [_run_trainer(run, *sequence) for sequence in sequences]
         reference = engine or _build_reference(run, version)
 
         def compare() -> str:
             assert reference is not None
             differences = [
                 _compare(reference, *sequence, trainer_outputs, config.rollout.temperature)
-                for sequence, trainer_outputs in zip(sequences, states, strict=True)
+                for sequence, trainer_outputs in zip(sequences, outputs, strict=True)
             ]
             return _describe(run, differences, engine is not None)
 
@@ -138,10 +141,10 @@ def compare_layers(run: Run, step: Step, version: int) -> str:
             shutil.rmtree(config.run_dir / "parity", ignore_errors=True)
 
 
-def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) -> str:
+def _describe(run: Run, differences: Sequence[Mapping[Part, float]], is_engine: bool) -> str:
     """Write parity.txt, and describe the first part above its limit.
 
-    own: the reference is the engine's own model"""
+    is_engine: the reference is the engine's model"""
     config, layers = run.config, run.hf.num_hidden_layers
     precision = "fp8" if config.model.fp8.format != "none" else config.model.dtype
     maxima = [
@@ -151,7 +154,8 @@ def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) 
     table = config.run_dir / "parity.txt"
     with run.dispensable.file(table):  # a failed write is only reported
         write_atomic(table, "".join(f"{_name_part(part, layers)}: {size:.3g}\n" for part, size in maxima))
-    limit, reference = PART_LIMITS[precision], "the engine's" if own else "transformers' on the same weights"
+    limit = PART_LIMITS[precision]
+    reference = "the engine's" if is_engine else "transformers' on the same weights"
     index = next((i for i, (_, size) in enumerate(maxima) if not size <= limit), None)
     if index is None:
         part, largest = max(maxima, key=itemgetter(1))
@@ -159,7 +163,7 @@ def _describe(run: Run, differences: Sequence[Mapping[Part, float]], own: bool) 
             f"no hidden state differs from {reference} by over {limit:g} of its size, given the same input"
         )
         finding = f"{agreement} (largest: {largest:.2g}, {_name_part(part, layers)})"
-        if own:
+        if is_engine:
             return f"{finding}, so the engine's cached decoding or rounding is at fault"
         remedy = "rollout.fingerprint=true checks that"
         return f"{finding}, so the engine or the weight transfer is at fault ({remedy})"
@@ -259,7 +263,7 @@ def _build_reference(run: Run, version: int) -> TransformersEngine | None:
 
 @torch.inference_mode()
 def _run_reference(
-    engine: TransformersEngine, tokens: Sequence[int], given: Mapping[Part, Tensor]
+    engine: TransformersEngine, tokens: Sequence[int], trainer_outputs: Mapping[Part, Tensor]
 ) -> dict[Part, Tensor]:
     """Return the reference's outputs, [t, hidden]; logits, [t, vocab], at (layers, HEAD).
 
@@ -270,33 +274,34 @@ def _run_reference(
     def record(part: Part, _module: Any, _arguments: Any, output: Any) -> None:
         outputs[part] = (output[0] if isinstance(output, tuple) else output)[0].cpu()
 
-    # before: the part whose trainer output replaces the layer's input.
-    def replace(before: Part, _module: Any, arguments: Any) -> Any:
+    def replace_input(source: Part, _module: Any, arguments: Any) -> Any:
         layer_input = arguments[0]
-        if before == (-1, "embedding"):
-            outputs[before] = layer_input[0].cpu()
-        return given[before][None].to(layer_input), *arguments[1:]
+        if source == (-1, "embedding"):
+            outputs[source] = layer_input[0].cpu()
+        return trainer_outputs[source][None].to(layer_input), *arguments[1:]
 
     with ExitStack() as hooks:
 
-        def watch(module: Any, part: Part, before: Part | None = None) -> None:
+        def watch(module: Any, part: Part, source: Part | None = None) -> None:
+            """Record a module's output. source: the part whose output in the trainer is its input"""
             hooks.enter_context(module.register_forward_hook(partial(record, part)))
-            if before is not None:
-                hooks.enter_context(module.register_forward_pre_hook(partial(replace, before)))
+            if source is not None:
+                hooks.enter_context(module.register_forward_pre_hook(partial(replace_input, source)))
 
+        source = (-1, "embedding")
         for layer_index, layer in enumerate(decoder.layers):
             watch(layer.input_layernorm, (layer_index, "norm before attention"))
             mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
             watch(mixer, (layer_index, "attention"))
             watch(layer.post_attention_layernorm, (layer_index, "norm before MLP"))
             watch(layer.mlp, (layer_index, "MLP"))
-            watch(
-                layer, (layer_index, OUTPUT), (layer_index - 1, OUTPUT) if layer_index else (-1, "embedding")
-            )
-        watch(decoder.norm, (last_layer + 1, "final norm"), (last_layer, OUTPUT))
+            watch(layer, (layer_index, OUTPUT), source)
+            source = (layer_index, OUTPUT)
+        watch(decoder.norm, (last_layer + 1, "final norm"), source)
         decoder(input_ids=torch.tensor([tokens], device=engine.device), use_cache=False)
     head = engine.model.get_output_embeddings().weight.cpu().float()
-    hidden = given[last_layer + 1, "final norm"].float()  # logits in bf16 would be off by up to 0.06
+    # Logits in bf16 would be off by up to 0.06.
+    hidden = trainer_outputs[last_layer + 1, "final norm"].float()
     return {**outputs, (last_layer + 1, HEAD): F.linear(hidden, head)}
 
 
@@ -304,22 +309,22 @@ def _compare(
     reference: TransformersEngine,
     prompt: list[int],
     response: list[int],
-    states: Mapping[Part, Tensor],
+    trainer_outputs: Mapping[Part, Tensor],
     temperature: float,
 ) -> dict[Part, float]:
     """Return each part's RMS over tokens of |difference| / |output|; for HEAD the mean |difference|."""
-    outputs = _run_reference(reference, [*prompt, *response], states)
+    outputs = _run_reference(reference, [*prompt, *response], trainer_outputs)
     differences, is_norm_fused = dict[Part, float](), False
     for part, output in outputs.items():
         if part[1] == HEAD:
             logits = output[len(prompt) - 1 : -1].float() / temperature
             logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-            difference = float((states[part] - logprobs).abs().mean())
-        elif part in states:
-            trainer_output, norm = states[part].double(), output.double().norm(dim=-1)
-            distance = (trainer_output - output.double()).norm(dim=-1)
+            difference = float((trainer_outputs[part] - logprobs).abs().mean())
+        elif part in trainer_outputs:
+            norm = output.double().norm(dim=-1)
+            distance = (trainer_outputs[part].double() - output.double()).norm(dim=-1)
             difference = float((distance / norm.clamp(min=1e-30)).square().mean().sqrt())
-        else:
+        else:  # the trainer's norm is fused into its next part
             is_norm_fused = True
             continue
         layer, name = part
