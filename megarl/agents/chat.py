@@ -19,7 +19,7 @@ from megarl.agents.episode import EpisodeFunction, EpisodeTruncated, Policy, Too
 from megarl.agents.mcp_tools import MCP, list_tools
 from megarl.agents.tools import build_schema
 from megarl.config.errors import ConfigError, first_line
-from megarl.data.chat_template import Message
+from megarl.data.chat_template import Message, require_template
 from megarl.data.limits import memory_limit
 from megarl.data.prompts import Prompt
 from megarl.data.response_text import check_end, policy_text
@@ -60,10 +60,8 @@ def check_template(
 
     shown      roles of messages for the policy
     variables  data.chat_template_kwargs"""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("data.template: the tokenizer has no chat template (add one to the model's folder)")
-    source = tokenizer.chat_template
-    if "strftime_now" in (source if isinstance(source, str) else str(source)):
+    require_template(tokenizer, "add one to the model's folder")
+    if "strftime_now" in str(tokenizer.chat_template):
         what = "writes today's date, so prompts change when a run is resumed on another day"
         raise ConfigError(f"data.template: the chat template {what} (replace strftime_now by a constant)")
     try:

@@ -20,6 +20,14 @@ _USER: Message = {"role": "user", "content": "?"}
 SECONDS = 10.0  # per rendering
 
 
+def require_template(
+    tokenizer: Any, remedy: str = "set data.template=raw, or add one to the model's folder"
+) -> None:
+    """Raise ConfigError if the tokenizer has no chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(f"data.template: the tokenizer has no chat template ({remedy})")
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[Message],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError, DataError, MegarlError, first_line
 from megarl.config.schema import DataConfig, DataEntry, EvaluationConfig
 from megarl.config.text import printable
-from megarl.data.chat_template import render_chat
+from megarl.data.chat_template import render_chat, require_template
 from megarl.data.columns import (
     Messages,
     UnusableRow,
@@ -436,11 +436,8 @@ def _tokenize(
     tools: Tools = (),
 ) -> Iterator[list[tuple[_Row, str, tuple[int, ...]]]]:
     """Yield batches of (row, templated text, tokens), the first of one row; report unusable rows."""
-    if data.template == "chat" and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "data.template: the tokenizer has no chat template "
-            "(set data.template=raw, or add one to the model's folder)"
-        )
+    if data.template == "chat":
+        require_template(tokenizer)
     # Chat templates write special tokens. A raw prompt gets only the tokenizer's leading ones: trailing ones
     # would separate prompt and response.
     leading_tokens = () if data.template == "chat" else _leading_special_tokens(tokenizer)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.config.errors import CheckpointError, ConfigError, MegarlError, first_line
 from megarl.config.files import read_json
 from megarl.config.schema import Config
-from megarl.data.chat_template import render_chat
+from megarl.data.chat_template import render_chat, require_template
 from megarl.data.limits import memory_limit
 from megarl.weights.hf import ModelFolder
 
@@ -88,9 +88,7 @@ def _blame(path: Path, problem: str) -> str:
 
 
 def _check_template(config: Config, tokenizer: Any) -> None:
-    if not tokenizer.chat_template:
-        remedy = "set data.template=raw, or add one to the model's folder"
-        raise ConfigError(f"data.template: the tokenizer has no chat template ({remedy})")
+    require_template(tokenizer)
     try:
         messages = [{"role": "user", "content": "1 + 1 = ?"}]
         with memory_limit():
