@@ -54,30 +54,36 @@ def megatron_state(model: TrainableModel, is_loading: bool) -> dict[str, Any]:
         if model.config.frozen_layers:
             # A tensor of all layers would have holes.
             trained_weights = model_state(model.model, metadata={"non_homogeneous_layers": True})
-        optimizers = {}
         for optimizer in filter(_is_adam, model.optimizers):
             _fix_saved_names(optimizer)
             allocate_moments(optimizer.optimizer)
         if model.config.freezes:
             _lend_steps(model)
-        for i, optimizer in enumerate(model.optimizers):
-            if not _is_adam(optimizer):
-                optimizers[str(i)] = _matrices(optimizer, weights)
-                continue
-            if is_loading:
-                # Megatron would load the existing state into itself; Transformer Engine's Adam would then
-                # hold its moments twice.
-                optimizer.load_state_dict = lambda _: None
-            optimizers[str(i)] = optimizer.sharded_state_dict(
-                trained_weights, is_loading=is_loading, metadata=OPTIMIZER_FORMAT
-            )
-            vars(optimizer).pop("load_state_dict", None)
-        average = {} if model.average is None else {"average": _average(model.model, model.average, weights)}
-    steps = model.schedule.num_steps
-    return {"model": weights, "optimizer": optimizers, "schedule_steps": steps, **average}
+        optimizers = {
+            str(i): _adam_state(optimizer, trained_weights, is_loading)
+            if _is_adam(optimizer)
+            else _muon_state(optimizer, weights)
+            for i, optimizer in enumerate(model.optimizers)
+        }
+        state = {"model": weights, "optimizer": optimizers, "schedule_steps": model.schedule.num_steps}
+        if model.average is not None:
+            state["average"] = _average_state(model.model, model.average, weights)
+    return state
 
 
-def _average(model: ModelChunks, average: AverageWeights, weights: dict[str, Any]) -> dict[str, Any]:
+def _adam_state(optimizer: Any, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """Return the sharded state of a distributed Adam. Collective."""
+    if is_loading:
+        # Megatron would load the existing state into itself; Transformer Engine's Adam would then hold its
+        # moments twice.
+        optimizer.load_state_dict = lambda _: None
+    options = {"is_loading": is_loading, "metadata": OPTIMIZER_FORMAT}
+    state: dict[str, Any] = optimizer.sharded_state_dict(weights, **options)
+    vars(optimizer).pop("load_state_dict", None)
+    return state
+
+
+def _average_state(model: ModelChunks, average: AverageWeights, weights: dict[str, Any]) -> dict[str, Any]:
     """Return the sharded state of a model's average weights, by the parameters' order on this rank."""
     shards = get_param_id_to_sharded_param_map(weights, model.parameters())
     copies = enumerate(average.weights.values())
@@ -107,7 +113,7 @@ def load_trainable(model: TrainableModel, folder: Path) -> None:
             if _is_adam(optimizer):
                 _load_optimizer(optimizer, saved_state)
                 continue
-            for matrix_index, (_, tensors) in enumerate(_list_matrices(optimizer)):
+            for matrix_index, (_, tensors) in enumerate(_list_muon_tensors(optimizer)):
                 for key, tensor in tensors.items():
                     tensor.detach().copy_(saved_state[str(matrix_index)][key])
     model.schedule.num_steps = loaded["schedule_steps"]
@@ -124,15 +130,18 @@ def load_model(model: ModelChunks, folder: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str) -> dict[str, Any]:
-    objects = {chunk_index: _take_objects(chunk) for chunk_index, chunk in wanted["model"].items()}
+    """Load a sharded state, put its weights into the model, and return the rest. Raises CheckpointError."""
+    history_keys = {
+        chunk_index: _remove_fp8_histories(chunk) for chunk_index, chunk in wanted["model"].items()
+    }
     try:
         index = check_trainable(folder)
         with quiet_warnings(), on_cpu():
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-        for chunk_index, keys_by_name in objects.items():
+        for chunk_index, keys_by_name in history_keys.items():
             for name, key in keys_by_name.items():
                 history = read_history(folder, index, key)
-                loaded["model"][chunk_index][name] = _for_transformer_engine(history, model.config)
+                loaded["model"][chunk_index][name] = _pickle_fp8_history(history, model.config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     except FAILURES as error:
@@ -141,19 +150,20 @@ def _load(wanted: dict[str, Any], folder: Path, model: ModelChunks, remedy: str)
     for chunk_index, chunk in enumerate(model.chunks):
         missing, unexpected = chunk.load_state_dict(loaded["model"][str(chunk_index)], strict=False)
         for name in (*missing, *unexpected):
-            if not (name.endswith(EXTRA) or (only_adapters and not _is_beside(name))):
+            if not (name.endswith(EXTRA) or (only_adapters and not _is_adapter_or_value_head(name))):
                 what = f"does not fit the model: {name} (remove it to continue from an older one)"
                 raise CheckpointError(f"{folder}: {what}")
     return loaded
 
 
-def _take_objects(chunk: dict[str, Any]) -> dict[str, str]:
+def _remove_fp8_histories(chunk: dict[str, Any]) -> dict[str, str]:
     """Remove FP8's delayed-scaling histories, which Megatron would unpickle; return their keys."""
     names = [name for name, value in chunk.items() if isinstance(value, ShardedObject)]
     return {name: chunk.pop(name).unique_key for name in names}
 
 
-def _for_transformer_engine(history: dict[str, Any] | None, config: Any) -> Tensor | None:
+def _pickle_fp8_history(history: dict[str, Any] | None, config: Any) -> Tensor | None:
+    """Return the extra state that Transformer Engine unpickles, of a history read without unpickling."""
     if history is None:
         return None
     extra_state = {**history, "recipe": get_fp8_recipe(config)}
@@ -183,7 +193,7 @@ def model_state(model: ModelChunks, **options: Any) -> dict[str, Any]:
     Portable and Transformer Engine layers have equal names, except FP8's extra state with recipe delayed.
     With LoRA: only adapters and a critic's head."""
     if _has_adapters(model):
-        return {str(chunk_index): _adapters(chunk) for chunk_index, chunk in enumerate(model.chunks)}
+        return {str(chunk_index): _adapter_state(chunk) for chunk_index, chunk in enumerate(model.chunks)}
     keeps_extra_state = model.config.fp8 and model.config.fp8_recipe == "delayed"
     states = {}
     for chunk_index, chunk in enumerate(model.chunks):
@@ -201,11 +211,12 @@ def _has_adapters(model: ModelChunks) -> bool:
     return any(isinstance(module, Adapters) for module in model.modules())
 
 
-def _is_beside(name: str) -> bool:
+def _is_adapter_or_value_head(name: str) -> bool:
     return ".lora." in name or name.startswith("value_head.")
 
 
-def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
+def _adapter_state(chunk: Any) -> dict[str, ShardedTensor]:
+    """Return the sharded state of a chunk's LoRA adapters and value head, by parameter name."""
     state: dict[str, ShardedTensor] = {}
     local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
     first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
@@ -213,7 +224,7 @@ def _adapters(chunk: Any) -> dict[str, ShardedTensor]:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for name, parameter in chunk.named_parameters():
-        if not _is_beside(name):
+        if not _is_adapter_or_value_head(name):
             continue
         table_name = get_table_name(name)
         key = LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), table_name)
@@ -236,7 +247,8 @@ def _is_adam(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer)
 
 
-def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+def _list_muon_tensors(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+    """Return each matrix, with the tensors that Muon keeps of it by name: float32 copy, momentum."""
     muon.init_state_fn(muon.optimizer, muon.config)  # the first step may have been skipped
     groups = zip(muon.float16_groups, muon.fp32_from_float16_groups, strict=True)
     matrices = [
@@ -248,8 +260,9 @@ def _list_matrices(muon: Any) -> list[tuple[Any, dict[str, Tensor]]]:
     return [(parameter, copies | muon.optimizer.state[main]) for parameter, copies, main in matrices]
 
 
-def _matrices(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    matrices, state = _list_matrices(muon), dict[str, Any]()
+def _muon_state(muon: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return Muon's sharded state. weights: the model's, whose shards its tensors have"""
+    matrices, state = _list_muon_tensors(muon), dict[str, Any]()
     shards = get_param_id_to_sharded_param_map(weights, (parameter for parameter, _ in matrices))
     for matrix_index, (_, tensors) in enumerate(matrices):
         # Other replicas must not count as copies: only this data-parallel rank has the state.
