@@ -31,7 +31,7 @@ def get_code(body: dict[str, Any]) -> str:
 
 
 def split_quotes(body: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return a request's text outside its quotes, and the quotes by name, as a careful judge reads it."""
+    """Return a request's text outside its quotes, and the quotes by name."""
     code, quotes = get_code(body), {}
     parts = re.split(
         rf"^\[begin (\w+) {code}\]\n(.*?)\n\[end \1 {code}\]$", get_message(body), flags=re.M | re.S

@@ -514,7 +514,7 @@ def format_observation(value: Any, size: int) -> str:
 def describe_error(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 (raised by the error's `__str__`)
         return type(error).__name__
 
 

@@ -397,7 +397,7 @@ class _Widths:
     hidden   hidden state; a share of it with sequence parallelism
     q, kv    queries; keys and values together
     ffn      columns of the MLP, or of a token's experts and the shared ones
-    copies   hidden states for experts: a balanced rank receives as many as it sends
+    copies   hidden states sent to experts; a balanced rank receives the same number
     experts  number of experts; 0: none"""
 
     hidden: float
@@ -472,9 +472,9 @@ def count_activations(shape: Shape, passes: Passes, *, critic: bool, has_experts
 
 
 def _count_recomputed_attention(shape: Shape, passes: Passes, w: _Widths) -> float:
-    """Return what a layer keeps more if its softmax attention is recomputed; usually less than 0.
+    """Return the change of a layer's kept bytes if its softmax attention is recomputed.
 
-    It keeps unpadded q, k, v. Transformer Engine's projection keeps the output."""
+    Recomputed attention keeps unpadded q, k, v. Transformer Engine's projection keeps the output."""
     sizes, b, tp = shape.sizes, shape.itemsize, passes.tp
     change = -FP32 * (sizes.heads / tp)
     if passes.is_portable:
@@ -486,10 +486,10 @@ def _count_recomputed_attention(shape: Shape, passes: Passes, w: _Widths) -> flo
 
 
 def _count_recomputed_mlp(shape: Shape, passes: Passes, w: _Widths, mlp: float) -> float:
-    """Return what a layer keeps less if its MLP is recomputed. mlp: what it would keep
+    """Return the bytes that a layer saves if its MLP is recomputed. mlp: bytes that it keeps otherwise
 
-    It keeps its input: portable layers the normalised one, Transformer Engine's fused layer the one before
-    the norm. In FP8 both products' inputs take one byte an element."""
+    A recomputed MLP keeps its input: portable layers the normalised one, Transformer Engine's fused layer the
+    one before the norm. In FP8 both products' inputs take one byte an element."""
     b = shape.itemsize
     fused_input = 0.0 if passes.is_portable else b * w.hidden + FP32
     return mlp + fused_input - (b - 1) * (w.hidden + w.ffn) * passes.fp8

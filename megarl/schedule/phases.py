@@ -36,7 +36,7 @@ from megarl.training.self_teacher import make_teacher_batch, pack_teacher_batch
 
 def rollout(run: Run, step: Step) -> None:
     assert run.weight_sync is not None
-    step.take(run.source.rollout(step.stage, step.number))
+    step.set_rollout(run.source.rollout(step.stage, step.number))
     step.events += run.weight_sync.take_events()
 
 
@@ -69,8 +69,8 @@ def old_logprobs(run: Run, step: Step) -> None:
     if needs_squares:
         batch["squared_probs"] = columns["squared_probs"]
     step.count_tokens(passes=1)
-    step.add(*policy_statistics(batch, run.runtime))
-    step.add(*mismatch(batch, columns["logprobs"], version, run.runtime))
+    step.add_metrics(*policy_statistics(batch, run.runtime))
+    step.add_metrics(*mismatch(batch, columns["logprobs"], version, run.runtime))
     if run.config.rollout.routing_compare:
         with run.actor.free_routing():
             unreplayed_logprobs = run.actor.logprob_columns(batch, batch.micro_batches)["logprobs"]
@@ -149,7 +149,7 @@ def return_advantages(run: Run, step: Step) -> None:
 def gae_advantages(run: Run, step: Step) -> None:
     """Compute generalised advantages and returns (VAPO eq. 3 and 5)."""
     add_gae = load_function(run.config.gae_function)
-    step.add(*add_gae(run.config, step.batch, run.runtime))
+    step.add_metrics(*add_gae(run.config, step.batch, run.runtime))
 
 
 def optimal_token_advantages(run: Run, step: Step) -> None:
@@ -250,7 +250,7 @@ def monte_carlo_returns(run: Run, step: Step) -> None:
     if path := algorithm.advantage_method.returns:
         step.metrics |= load_function(path)(batch, run.runtime)[0]
         return
-    step.add(*add_returns(algorithm, batch, run.runtime, turn_rewards(batch)))
+    step.add_metrics(*add_returns(algorithm, batch, run.runtime, turn_rewards(batch)))
 
 
 def critic_update(run: Run, step: Step) -> None:
@@ -316,7 +316,7 @@ def weight_transfer(run: Run, step: Step) -> None:
 
 
 def read_pairs(run: Run, step: Step) -> None:
-    step.take(run.source.rollout(step.stage, step.number))
+    step.set_rollout(run.source.rollout(step.stage, step.number))
 
 
 def supervised_update(run: Run, step: Step) -> None:

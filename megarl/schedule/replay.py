@@ -77,7 +77,7 @@ def replay(config: Config, number: int, runtime: Runtime, tolerance: float | Non
             if phase.on_gpu:
                 run.residency.onload(phase.name, phase.on_gpu)
             if phase.name == ROLLOUT:  # its function also needs the weight sync
-                step.take(run.source.rollout(step.stage, number))
+                step.set_rollout(run.source.rollout(step.stage, number))
             else:
                 FUNCTIONS[phase.name](run, step)
         replayed = {name: plain(value, name, []) for name, value in step.metrics.items()}

@@ -213,12 +213,12 @@ class Step:
         """Return the number, negative in value pretraining."""
         return -self.number if self.stage == PRETRAINING else self.number
 
-    def take(self, rollout: RolloutBatch) -> None:
+    def set_rollout(self, rollout: RolloutBatch) -> None:
         self.rollout, self.verifier_errors, self.samples = rollout, rollout.errors, rollout.records
         self.metrics |= rollout.metrics
         self.events += rollout.events
 
-    def add(self, metrics: Mapping[str, float], distributions: Tables) -> None:
+    def add_metrics(self, metrics: Mapping[str, float], distributions: Tables) -> None:
         self.metrics |= metrics
         self.distributions |= distributions
 

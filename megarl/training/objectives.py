@@ -137,6 +137,7 @@ def list_candidates(batch: TrainBatch) -> Tensor | None:
 
 
 def critic_loss(config: AlgorithmConfig, batch: TrainBatch, number: int = 0) -> Loss:
+    """Return the critic's loss: value_loss, or chance_loss of prompts. number: of several critics (AsyPPO)"""
 
     def loss(output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Stats]:
         old_values, target = micro_batch.column(batch, "values"), micro_batch.column(batch, "returns")

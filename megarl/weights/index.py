@@ -117,14 +117,14 @@ class _History(pickle.Unpickler):
 
 @contextmanager
 def _convert_errors(path: Path, problem: str) -> Iterator[None]:
-    """Convert any error, as damaged pickles raise all kinds."""
+    """Raise any error as a CheckpointError: damaged pickles raise all kinds."""
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path}: is missing") from None
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 (the kind depends on the damage)
         raise CheckpointError(f"{path}: {problem} ({first_line(error)})") from None
 
 

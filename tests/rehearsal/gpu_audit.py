@@ -277,7 +277,7 @@ def page() -> str:
         head["introduction"].strip(),
         "",
         f"{len(rows)} rows for {len(lines)} places in {len({site.file for site in lines})} files: {tested} "
-        f"are held by tests that need no GPU, in {alone} a reading says what no test can hold. The "
+        f"are held by tests that need no GPU, {alone} rely on a reading where no test can. The "
         f"libraries are {known}.",
     ]
     for topic in dict.fromkeys(row.topic for row in rows):

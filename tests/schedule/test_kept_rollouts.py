@@ -257,7 +257,7 @@ def test_rollouts_of_something_else_are_refused(
 
 
 def test_the_judge_of_stored_rollouts(folder: Path, tmp_path: Path) -> None:
-    """Versions without judges have stored no key of a judge."""
+    """Older versions have not stored `reward.judge`."""
     judge = {"url": "http://127.0.0.1:9/v1", "model": "one"}
     no_judge, with_judge = ({"judge": keys} for keys in ({}, judge))
     elsewhere, other = ({"judge": judge | keys} for keys in ({"url": "http://x/v1"}, {"model": "two"}))
