@@ -109,27 +109,32 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
         text += answer + chat.text_behind(new_messages)
         messages += [assistant, *new_messages]
         rendered_text = chat.render(messages)
-        # A text's end counts as a letter that differs from all others.
-        letter_indices = [
-            [*(i for i, letter in enumerate(version) if not letter.isspace()), len(version)]
-            for version in (text, rendered_text)
-        ]
-        for index, rendered_index in zip(*letter_indices, strict=False):
-            if text[index : index + 1] == rendered_text[rendered_index : rendered_index + 1]:
-                continue
-            starts = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
-            message_indices = [i for start, i in starts if 0 <= start <= index]
-            where = "the beginning"
-            if message_indices:
-                where = f"{messages[message_indices[-1]]['role']} message {message_indices[-1]}"
-            old_excerpt = text[max(0, index - 8) : index + 24]
-            new_excerpt = rendered_text[max(0, rendered_index - 8) : rendered_index + 24]
-            what = f"in a conversation of {len(messages)} messages, {where} changes"
-            raise ConfigError(
-                f"data.template: the chat template rewrites history: {what}: "
-                f"{old_excerpt!r} becomes {new_excerpt!r} "
-                "(change chat_template.jinja in the model's folder so that it only appends)"
-            )
+        if (difference := _find_difference(text, rendered_text)) is None:
+            continue
+        index, rendered_index = difference
+        starts = [(text.find(message["content"]), i) for i, message in enumerate(messages)]
+        message_indices = [i for start, i in starts if 0 <= start <= index]
+        where = "the beginning"
+        if message_indices:
+            where = f"{messages[message_indices[-1]]['role']} message {message_indices[-1]}"
+        old_excerpt = text[max(0, index - 8) : index + 24]
+        new_excerpt = rendered_text[max(0, rendered_index - 8) : rendered_index + 24]
+        what = f"in a conversation of {len(messages)} messages, {where} changes"
+        raise ConfigError(
+            f"data.template: the chat template rewrites history: {what}: "
+            f"{old_excerpt!r} becomes {new_excerpt!r} "
+            "(change chat_template.jinja in the model's folder so that it only appends)"
+        )
+
+
+def _find_difference(one: str, other: str) -> tuple[int, int] | None:
+    """Return where two texts differ first, apart from white space; None: nowhere."""
+    # The end of a text counts as one more letter.
+    letter_indices = [
+        [*(i for i, letter in enumerate(text) if not letter.isspace()), len(text)] for text in (one, other)
+    ]
+    pairs = zip(*letter_indices, strict=False)
+    return next(((i, j) for i, j in pairs if one[i : i + 1] != other[j : j + 1]), None)
 
 
 @dataclass(frozen=True)
