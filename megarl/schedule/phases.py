@@ -331,11 +331,13 @@ FUNCTIONS: dict[str, Callable[[Run, Step], None]] = {phase.name: globals()[phase
 def run_phase(phase: Phase, run: Run, step: Step) -> None:
     # Parity's memory is not recorded, so that a resumed run has equal records.
     record = nullcontext() if phase.name == PARITY else run.offload.measure_memory(phase.name, step.metrics)
-    with record, enforced(phase, step):
+    with record, enforce_columns(phase, step):
         FUNCTIONS[phase.name](run, step)
 
 
 class DeclaredColumns(dict[str, Tensor]):
+    """A batch's columns during a phase, which may use only those that it declares."""
+
     def __init__(self, columns: Mapping[str, Tensor], phase: Phase) -> None:
         super().__init__(columns)
         self.phase = phase
@@ -352,7 +354,7 @@ class DeclaredColumns(dict[str, Tensor]):
 
 
 @contextmanager
-def enforced(phase: Phase, step: Step) -> Iterator[None]:
+def enforce_columns(phase: Phase, step: Step) -> Iterator[None]:
     """Raise ValueError for undeclared columns, and for declared ones that are not written."""
 
     def collect_batches() -> dict[int, TrainBatch | RolloutBatch]:

@@ -139,11 +139,11 @@ class CheckpointWriter:
         join: Join,
         share: Any,
         warn: Callable[[str], None],
-        ahead: StoredRollouts | None = None,
+        stored_rollouts: StoredRollouts | None = None,
     ) -> None:
         self.runtime, self.config, self.models, self.versions = runtime, config, models, dict(versions)
         self.prepare, self.join, self.share = prepare, join, share
-        self.warn, self.ahead, self.seconds = warn, ahead, 0.0
+        self.warn, self.stored_rollouts, self.seconds = warn, stored_rollouts, 0.0
         self.settings = list_fixed_settings(config)
         self._copiers = {name: HostCopier(runtime) for name in models}
         self._writing: _Writing | None = None
@@ -192,7 +192,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         self._writing = writing
-        writing.in_thread(lambda: writing.write_own(self.join, self.ahead))
+        writing.in_thread(lambda: writing.write_local_parts(self.join, self.stored_rollouts))
         if now or not self.config.checkpoint.background:
             self.finish()
         self.seconds = max(self.seconds, time.perf_counter() - started)
@@ -247,8 +247,8 @@ class CheckpointWriter:
             writing.in_thread(lambda: writing.complete(models, reports, self.config))
 
     def finish(self) -> None:
-        if self._writing is not None and self.ahead is not None:
-            self.ahead.wait_for_files(self._writing.manifest["step"])
+        if self._writing is not None and self.stored_rollouts is not None:
+            self.stored_rollouts.wait_for_files(self._writing.manifest["step"])
         while self._writing is not None:
             limit, key = min(
                 (self.config.checkpoint.timeout, "checkpoint.timeout"),
@@ -296,16 +296,16 @@ class _Writing:
         self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self.thread.start()
 
-    def write_own(self, join: Join, ahead: StoredRollouts | None) -> None:
+    def write_local_parts(self, join: Join, stored_rollouts: StoredRollouts | None) -> None:
         for name, copy in self.models.items():
             self._add(copy.write(self.partial / name))
         if self.state is None:
             return
         full_state = {**self.state, "samplers": join(self.state["samplers"])}
         self._add(write_state(self.partial, full_state))
-        if ahead is None or self.manifest["stage"] == PRETRAINING:
+        if stored_rollouts is None or self.manifest["stage"] == PRETRAINING:
             return
-        for path in ahead.files(self.manifest["step"]):
+        for path in stored_rollouts.files(self.manifest["step"]):
             folder = self.partial / BATCHES / path.parent.name
             folder.mkdir(parents=True, exist_ok=True)
             self._add([Path(shutil.copy(path, folder))])

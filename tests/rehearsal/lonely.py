@@ -39,7 +39,7 @@ from megarl.plan.sizes import GIB
 from megarl.rollout.engines.sglang import SGLangEngine
 from megarl.schedule import models
 from megarl.schedule.offload import EngineMemory, OffloadManager
-from megarl.schedule.phases import FUNCTIONS, enforced
+from megarl.schedule.phases import FUNCTIONS, enforce_columns
 from megarl.schedule.run import Run, Step
 from megarl.sync.weight_sync import make_weight_sync
 from megarl.training import sharded
@@ -297,7 +297,7 @@ def measure(config: Config, hf: Mapping[str, Any], stage: int, updates: int = 2)
                 gc.collect()
                 memory.reset()
                 if phase.name != "rollout":
-                    with enforced(phase, step):
+                    with enforce_columns(phase, step):
                         FUNCTIONS[phase.name](run, step)
                 note(label, phase_need(plan, phase, stage) if phase.on_gpu else None)
         # Skip the check that all ranks' parts are complete: there is only one rank.

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from megarl.config.phases import PHASES, Phase, check_phases
 from megarl.data.batch import TrainBatch, join, read_batch
 from megarl.observe.runs import load_run
-from megarl.schedule.phases import FUNCTIONS, enforced
+from megarl.schedule.phases import FUNCTIONS, enforce_columns
 from megarl.schedule.run import Step
 from tests.schedule.demo import make_warm_model, train
 from tests.schedule.test_offload import ORDERS
@@ -199,7 +199,7 @@ def test_a_phase_is_held_to_its_declaration() -> None:
     step.batch["rewards"], step.batch["correct"] = torch.ones(2), torch.ones(2, dtype=torch.bool)
 
     def run(work: Callable[[], object]) -> None:
-        with enforced(phase, step):
+        with enforce_columns(phase, step):
             work()
 
     def add(name: str) -> None:
