@@ -86,11 +86,11 @@ def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
     return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
 
 
-def _encode(batch: RolloutBatch, places: Sequence[int]) -> Tensor:
-    """Encode sequences: of each its tokens (int32), then columns."""
+def _encode(batch: RolloutBatch, indices: Sequence[int]) -> Tensor:
+    """Encode this rank's sequences `indices`: of each its tokens (int32), then columns."""
     rank_sequences, columns, parts = batch.own, _sent_columns(batch), []
     starts, prompt_lengths = rank_sequences.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
-    for index in places:
+    for index in indices:
         start, end = starts[index : index + 2]
         parts.append(rank_sequences.tokens[start:end].to(torch.int32))
         for name, column in columns.items():

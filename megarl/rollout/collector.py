@@ -188,7 +188,7 @@ def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) 
 
 
 def _sample_columns(
-    groups: Sequence[SampleGroup], samples: Sequence[Sample], group_ids: Sequence[int], counts: Tensor
+    groups: Sequence[SampleGroup], samples: Sequence[Sample], group_ids: Sequence[int], is_counted: Tensor
 ) -> dict[str, Tensor]:
     """Return the columns [n] of all samples.
 
@@ -202,12 +202,12 @@ def _sample_columns(
     unfinished      bool, whether a later step continues the sample
 
     The last two exist only if some sample is partial or continued (`rollout.window`)."""
-    rows = list(zip(group_ids, samples, counts.tolist(), strict=True))
-    ids = [g if is_counted else len(groups) + row for row, (g, _, is_counted) in enumerate(rows)]
+    rows = list(zip(group_ids, samples, is_counted.tolist(), strict=True))
+    ids = [g if counts else len(groups) + row for row, (g, _, counts) in enumerate(rows)]
     versions = [
         groups[g].policy_version if s.oldest_version is None else s.oldest_version for g, s, _ in rows
     ]
-    rewards = [sample.reward if is_counted else 0.0 for _, sample, is_counted in rows]
+    rewards = [sample.reward if counts else 0.0 for _, sample, counts in rows]
     response_indices = [i for group in groups for i in range(len(group.samples))]
     columns = {
         "rewards": torch.tensor(rewards, dtype=torch.float32),
@@ -218,7 +218,7 @@ def _sample_columns(
         "response_index": torch.tensor(response_indices, dtype=torch.int64),
     }
     if any(sample.prefix_tokens or sample.is_partial for sample in samples):
-        columns["prefix_tokens"] = torch.tensor([sample.prefix_tokens for sample in samples]) * counts
+        columns["prefix_tokens"] = torch.tensor([sample.prefix_tokens for sample in samples]) * is_counted
         columns["unfinished"] = torch.tensor([sample.is_partial for sample in samples])
     return columns
 

@@ -181,10 +181,14 @@ class Grader:
                 sizes = sample.num_sampled, self.max_tokens, sample.is_truncated
                 items.append((*answer, *sizes) if with_terms else answer)
         verifier_verdicts, verdicts = iter(self.verifier.verify(items)), []
-        for (_, _, own, _), _ in finished:
-            verdict = next(verifier_verdicts) if own is None or with_terms else own
-            if own is not None and (verdict.error is None or own.error is not None or not own.graded):
-                verdict = replace(own, terms=verdict.terms)
+        for (_, _, episode_verdict, _), _ in finished:
+            if episode_verdict is None:
+                verdicts.append(next(verifier_verdicts))
+                continue
+            verdict = next(verifier_verdicts) if with_terms else episode_verdict
+            has_failed = episode_verdict.error is not None or not episode_verdict.graded
+            if verdict.error is None or has_failed:
+                verdict = replace(episode_verdict, terms=verdict.terms)
             verdicts.append(verdict)
         return verdicts
 

@@ -193,9 +193,10 @@ def teacher_columns(run: Run, step: Step, phase: str, k: int | None = None) -> d
             outputs = teacher.top_k_columns(batch, micro_batches, k, run.hf.vocab_size)
         else:
             outputs = teacher.logprob_columns(batch, micro_batches)
-        at = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
+        token_indices = torch.cat([micro_batch.token_indices for micro_batch in micro_batches])
+        actor_indices = token_indices if indices is None else indices[token_indices]
         for name, column in columns.items():
-            column[at if indices is None else indices[at]] = outputs[name][at]
+            column[actor_indices] = outputs[name][token_indices]
     return columns
 
 
