@@ -33,7 +33,7 @@ class RolloutBatch:
     owners            int64 [n], rank with the tokens (see parallel/delivery.py); None: every rank has all
     columns           name -> Tensor [n]
     rows              int64 [m], ascending, indices of the sequences whose tokens are on this rank
-    own               the sequences `rows`, with per-token columns [T] only; every rank has the same columns
+    local             the sequences `rows`, with per-token columns [T] only; every rank has the same columns
     groups            empty if read from disk
     errors            verifier error -> count
     records           on rank 0, row -> response to show
@@ -45,7 +45,7 @@ class RolloutBatch:
     owners: Tensor | None
     columns: dict[str, Tensor]
     rows: Tensor
-    own: TrainBatch
+    local: TrainBatch
     groups: list[SampleGroup] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class RolloutBatch:
         return not torch.equal(self.lengths, self.prompt_lengths + self.response_lengths)
 
     def drop_tokens(self) -> None:
-        self.rows, self.own, self.groups = self.rows[:0], self.own.select([]), []
+        self.rows, self.local, self.groups = self.rows[:0], self.local.select([]), []
 
 
 @dataclass

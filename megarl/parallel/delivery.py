@@ -83,16 +83,16 @@ def row_bytes(batch: RolloutBatch) -> Tensor:
 
 def _sent_columns(batch: RolloutBatch) -> dict[str, Tensor]:
     """Return the columns to send; the mask only if lengths do not imply it."""
-    return batch.own.columns | ({MASK: batch.own.response_mask} if batch.has_observations else {})
+    return batch.local.columns | ({MASK: batch.local.response_mask} if batch.has_observations else {})
 
 
 def _encode(batch: RolloutBatch, indices: Sequence[int]) -> Tensor:
     """Encode this rank's sequences `indices`: of each its tokens (int32), then columns."""
-    rank_sequences, columns, parts = batch.own, _sent_columns(batch), []
-    starts, prompt_lengths = rank_sequences.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
+    local, columns, parts = batch.local, _sent_columns(batch), []
+    starts, prompt_lengths = local.cu_seqlens.tolist(), batch.prompt_lengths[batch.rows].tolist()
     for index in indices:
         start, end = starts[index : index + 2]
-        parts.append(rank_sequences.tokens[start:end].to(torch.int32))
+        parts.append(local.tokens[start:end].to(torch.int32))
         for name, column in columns.items():
             parts.append(column[start if name in WITH_PROMPT else start + prompt_lengths[index] : end])
     return _concatenate([part.contiguous().flatten().view(torch.uint8) for part in parts])

@@ -182,7 +182,7 @@ def make_rollout_batch(groups: Sequence[SampleGroup], *, compared: bool = True) 
         owners=torch.tensor([s.owner for s in samples], dtype=torch.int64),
         columns=_sample_columns(groups, samples, group_ids, is_counted),
         rows=torch.tensor([row for row, _, _ in local_rows], dtype=torch.int64),
-        own=pack_tokens(sequences, samples),
+        local=pack_tokens(sequences, samples),
         groups=[*groups],
     )
 

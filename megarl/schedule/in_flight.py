@@ -80,7 +80,7 @@ class InFlightRank(EngineRank):
 
 def measure_staleness(batch: RolloutBatch, number: int, ranks: Ranks) -> dict[str, float]:
     """Return staleness/share_<n>: the share of tokens that weights n versions older sampled. Collective."""
-    versions = batch.own["token_versions"][batch.own.response_mask]
+    versions = batch.local["token_versions"][batch.local.response_mask]
     local_counts = Counter((number - 1 - versions).tolist())
     counts: Counter[int] = Counter()
     for theirs in gather_objects(ranks, dict(local_counts), dict[int, int]):

@@ -360,7 +360,7 @@ def enforce_columns(phase: Phase, step: Step) -> Iterator[None]:
 
     def collect_batches() -> dict[int, TrainBatch | RolloutBatch]:
         train_batch, rollout_batch = getattr(step, "batch", None), getattr(step, "rollout", None)
-        candidates = (rollout_batch, getattr(rollout_batch, "own", None), train_batch)
+        candidates = (rollout_batch, getattr(rollout_batch, "local", None), train_batch)
         return {id(batch): batch for batch in candidates if batch is not None}
 
     batches_before = collect_batches()

@@ -95,7 +95,7 @@ class RolloutStore:
             if len(batch.rows):
                 columns = {name: column[batch.rows] for name, column in batch.columns.items()}
                 columns |= {"row": batch.rows, "prompt_length": batch.prompt_lengths[batch.rows]}
-                local_batch = replace(batch.own, columns=batch.own.columns | columns)
+                local_batch = replace(batch.local, columns=batch.local.columns | columns)
                 sha256 = write_batch(folder / file_name, local_batch)
         file_digests = gather_to_rank_0(self.ranks, (file_name, sha256), tuple[str, str])
         with writing(folder / MANIFEST):
@@ -190,7 +190,7 @@ def _merge_rows(
         owners=torch.cat(owners)[order],
         columns=merged,
         rows=rows[:0] if local is None else columns_by_owner[this_rank]["row"],
-        own=local if local is not None else next(rows[1] for rows in rows_by_rank if rows is not None),
+        local=local if local is not None else next(rows[1] for rows in rows_by_rank if rows is not None),
     )
 
 

@@ -116,7 +116,7 @@ def take_share(
     rows_by_replica = [[row for part in shares for row in part[dp]] for dp in range(layout.dp)]
     rows = torch.tensor(rows_by_replica[runtime.dp_rank], dtype=torch.int64)
     if rollout.owners is None:
-        batch = rollout.own.select(rows)
+        batch = rollout.local.select(rows)
         batch.columns |= {name: column[rows] for name, column in rollout.columns.items()}
     else:
         ranks = range(layout.world)

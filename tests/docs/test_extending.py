@@ -235,9 +235,9 @@ def test_a_batch_source_goes_on_from_where_it_stood(sums: Path) -> None:
     source, again = made(config, tokenizer), made(config, tokenizer)
     source.rollout("sft", 1)
     state = json.loads(json.dumps(source.join([source.snapshot()])))
-    batch = source.rollout("sft", 2).own
+    batch = source.rollout("sft", 2).local
     again.load_state_dict(state)
-    assert torch.equal(again.rollout("sft", 2).own.tokens, batch.tokens)
+    assert torch.equal(again.rollout("sft", 2).local.tokens, batch.tokens)
     texts = tokenizer.batch_decode(batch.tokens.split(batch.lengths.tolist()), skip_special_tokens=True)
     assert texts == ["3+1=4", "4+1=5", "5+1=6"]
 

@@ -282,7 +282,7 @@ def gradients(
             owners=torch.zeros(batch.num_sequences, dtype=torch.int64),
             columns={name: batch[name] for name in names},
             rows=rows,
-            own=replace(own, columns={n: column for n, column in own.columns.items() if n not in names}),
+            local=replace(own, columns={n: column for n, column in own.columns.items() if n not in names}),
         )
     local = make_train_batch(given, config, config.update.mini_batch, 3, [model], runtime)
     correct_mismatch(config.algorithm.mismatch, local, runtime)

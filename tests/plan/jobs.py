@@ -234,7 +234,7 @@ def batch_bytes(runtime: Runtime, prompts: int, group: int, prompt: int, length:
     batch = make_rollout_batch(groups)
     known = [batch.lengths, batch.response_lengths, batch.prompt_lengths, batch.owners]
     known += batch.columns.values()
-    drawn = [batch.own.tokens, batch.own.response_mask, *batch.own.columns.values()]
+    drawn = [batch.local.tokens, batch.local.response_mask, *batch.local.columns.values()]
     held = sum(tensor.nbytes for tensor in (*known, *drawn))
     held += sum(data.tokens.nbytes + data.logprobs.nbytes for data in kept if data is not None)
     layout, order = runtime.layout, range(prompts * group)

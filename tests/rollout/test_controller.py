@@ -698,7 +698,7 @@ def test_ungraded_responses_leave_the_signal_of_the_others_as_it_is(world, advan
     others = sorted(set(range(40)) - set(rows))
     assert step.response_lengths[rows].tolist() == [found.samples[i].num_sampled for i in rows]
     assert not step.response_lengths[others].any() and len(step.lengths) == 40
-    own = step.own
+    own = step.local
     assert own.response_mask.sum() == step.response_lengths.sum()
     assert own.lengths.tolist() == step.lengths.tolist()
     prompts = [len(group.prompt.tokens) for group in found.groups for _ in group.samples]

@@ -321,7 +321,7 @@ def test_what_was_observed_is_not_the_policys():
     assert not any(name.startswith("episode/") for name in response_stats(plain.samples))
     for groups in ([plain, made], [group_from_state(json.loads(json.dumps(group_state(made)))), plain]):
         batch = make_rollout_batch(groups)
-        own = batch.own
+        own = batch.local
         for name in ("lengths", "response_lengths", "prompt_lengths"):
             assert torch.equal(getattr(batch, name), getattr(own, name)), name
         assert batch.has_observations and (batch.prompt_lengths == 2).all()
@@ -333,7 +333,7 @@ def test_what_was_observed_is_not_the_policys():
             assert own.response_mask[start:end].tolist() == [t != i + 1 for t in range(3 + i)]
             assert own["turn_rewards"][start:end].tolist() == [0.25 * (t == i) for t in range(3 + i)]
     none = make_rollout_batch([of_turns(3, reward=False), plain])
-    assert "turn_rewards" not in none.own and none.has_observations
+    assert "turn_rewards" not in none.local and none.has_observations
     assert not make_rollout_batch([plain]).has_observations
 
 

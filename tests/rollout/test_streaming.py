@@ -192,7 +192,7 @@ def collect_one(
         rank.load_state_dict(state)
         steps_.append([(g.prompt.uid, [r.data for r in g.samples]) for g in batch.groups])
         assert batch.metrics["rollout/prompts"] >= 5
-        versions = batch.own.columns.get("token_versions")
+        versions = batch.local.columns.get("token_versions")
         assert versions is None or set(versions.unique().tolist()) <= {0, *range(7, 8 + step)}
         assert batch.rows.tolist() == (batch.owners == runtime.rank).nonzero().squeeze(-1).tolist()
     rank.close()

@@ -289,7 +289,7 @@ def read_whole(runtime: Runtime, folder: Path, number: int) -> tuple[dict[str, t
     """Return the tokens and columns of a rollout, read on one rank, and its state."""
     batch, state = read_rollout(folder, number, runtime)
     assert len(batch.rows) == batch.num_sequences
-    return {"tokens": batch.own.tokens, **batch.own.columns, **batch.columns}, state
+    return {"tokens": batch.local.tokens, **batch.local.columns, **batch.columns}, state
 
 
 def batch_of_turns(rank: int) -> RolloutBatch:
@@ -312,7 +312,7 @@ def batch_of_turns(rank: int) -> RolloutBatch:
         owners=torch.arange(5) % 2,
         columns={"rewards": torch.randn(5, generator=g)},
         rows=rows,
-        own=whole.select(rows),
+        local=whole.select(rows),
     )
 
 
@@ -325,9 +325,9 @@ def keep_and_read(runtime: Runtime, folder: Path) -> bool:
     for name in ("lengths", "response_lengths", "prompt_lengths", "owners", "rows"):
         assert torch.equal(getattr(found, name), getattr(written, name)), name
     assert torch.equal(found["rewards"], written["rewards"])
-    assert found.own.columns.keys() == written.own.columns.keys()
-    for name in ("tokens", "cu_seqlens", "response_mask", *written.own.columns):
-        one, other = (getattr(e, name) if name not in e else e[name] for e in (found.own, written.own))
+    assert found.local.columns.keys() == written.local.columns.keys()
+    for name in ("tokens", "cu_seqlens", "response_mask", *written.local.columns):
+        one, other = (getattr(e, name) if name not in e else e[name] for e in (found.local, written.local))
         assert one.dtype == other.dtype and torch.equal(one, other), name
     # A column of version 0.2 has its present name after reading.
     old = replace(written, columns=written.columns | {"begun": torch.arange(5)})

@@ -111,7 +111,7 @@ def test_pairs_go_on_from_where_they_stood(pairs: tuple[Config, Any]) -> None:
     def taken(source: SupervisedPairs, steps: int) -> list[list[int]]:
         batches = [source.rollout("sft", number) for number in range(steps)]
         assert all(bool(batch["correct"].all()) for batch in batches)
-        return [batch.own.tokens.tolist() for batch in batches]
+        return [batch.local.tokens.tolist() for batch in batches]
 
     straight = taken(SupervisedPairs(*pairs), 7)
     source = SupervisedPairs(*pairs)
