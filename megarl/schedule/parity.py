@@ -31,7 +31,7 @@ from megarl.parallel.comm import (
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.schedule.models import export_model
 from megarl.schedule.run import Run, Step
-from megarl.training.batch import make_micro_batches
+from megarl.training.micro_batch import make_micro_batches
 from megarl.weights.hf import load_into
 from megarl.weights.megatron import open_model
 from megarl.weights.shards import hf_shards

@@ -36,7 +36,7 @@ from megarl.parallel.comm import (
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.layout import OVERLAP_ABOVE
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import add_candidates, gather_output, make_label_fields, renormalise
+from megarl.training.micro_batch import add_candidates, gather_output, make_label_fields, renormalise
 from megarl.training.muon import muon_buffer_layouts, muon_options
 from megarl.training.param_gather import ParamGather
 from megarl.training.self_teacher import AverageWeights

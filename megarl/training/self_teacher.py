@@ -14,7 +14,7 @@ from megarl.data.teacher_prompts import PADDING, SIBLING
 from megarl.model.builder import ModelChunks
 from megarl.parallel.comm import sum_over_replicas
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import make_micro_batches
+from megarl.training.micro_batch import make_micro_batches
 
 
 class TeacherBatch(NamedTuple):

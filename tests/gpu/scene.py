@@ -27,7 +27,8 @@ from megarl.schedule.models import load_weights
 from megarl.schedule.offload import EngineMemory, OffloadManager
 from megarl.schedule.source import start_engine
 from megarl.sync.weight_sync import WeightSync, make_weight_sync
-from megarl.training.batch import make_micro_batches, make_train_batch
+from megarl.training.batch import make_train_batch
+from megarl.training.micro_batch import make_micro_batches
 from megarl.training.model import TrainableModel, UpdateResult
 from megarl.training.objectives import supervised_loss
 from megarl.training.tensor_groups import tensor_groups

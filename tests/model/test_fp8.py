@@ -19,7 +19,7 @@ from megarl.data.batch import TrainBatch
 from megarl.model.builder import choose_layers
 from megarl.model.fp8 import RECIPES, check_sizes, device_problem, fp8_options, pack_multiple
 from megarl.schedule.preflight import preflight
-from megarl.training.batch import make_micro_batches
+from megarl.training.micro_batch import make_micro_batches
 from megarl.weights.known_models import KNOWN_MODELS
 from tests.tiny_models import make_tiny_model
 

@@ -28,7 +28,7 @@ from megarl.model.routing import routing_counts, start_counting
 from megarl.parallel.comm import sum_over_ranks, sum_over_replicas
 from megarl.parallel.cpu_platform import on_cpu
 from megarl.parallel.runtime import Runtime
-from megarl.training.batch import make_micro_batches
+from megarl.training.micro_batch import make_micro_batches
 from tests.ranks import USED_AT_START
 
 

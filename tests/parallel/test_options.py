@@ -157,7 +157,7 @@ def test_experts_are_not_recomputed_alone(tmp_path: Path) -> None:
 
 def left_behind(runtime: Runtime, folder: Path) -> list[int]:
     """Return the sizes of a stage's outputs for each micro-batch after all backward passes."""
-    from megarl.training.batch import make_micro_batches
+    from megarl.training.micro_batch import make_micro_batches
 
     _, learner = learner_of(runtime, folder, {})
     given: list[torch.Tensor] = []

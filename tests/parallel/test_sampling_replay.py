@@ -19,7 +19,7 @@ from megarl.model.logprob_head import vocab_parallel_logprobs
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
 from megarl.rollout.sampling import SamplingParams
-from megarl.training.batch import renormalise
+from megarl.training.micro_batch import renormalise
 from tests.engines import load_folder
 from tests.parallel import jobs
 from tests.parallel.test_invariance import VOCAB, make_batch, relative_difference

@@ -22,7 +22,7 @@ from megarl.parallel.runtime import Runtime
 from megarl.plan.inputs import PlanInputs, make_plan_inputs
 from megarl.plan.sizes import Passes, Shape, count_activations, count_in_flight, count_kept_outputs
 from megarl.rollout.collector import make_rollout_batch
-from megarl.training.batch import make_micro_batches
+from megarl.training.micro_batch import make_micro_batches
 from megarl.training.model import TrainableModel
 from megarl.weights.families import Sizes
 from tests.checkpoints import save_model

@@ -159,7 +159,7 @@ def sample(
     asked: Sequence[tuple[int, ...]] = PROMPTS,
 ) -> tuple[list[TokenData], Any]:
     """Return `count` responses to each prompt, and the trainer's log-probs of their tokens."""
-    from megarl.training.batch import make_micro_batches
+    from megarl.training.micro_batch import make_micro_batches
 
     scene = SCENES[name]
     prompts = [prompt for prompt in asked for _ in range(count)]

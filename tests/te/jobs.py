@@ -346,7 +346,7 @@ def _short_maximum() -> Any:
 
 def _packs_not_filled_up() -> Any:
     """Packs of any length, where FP8 takes multiples of 16."""
-    import megarl.training.batch as micro_batch
+    import megarl.training.micro_batch as micro_batch
 
     return _changed(micro_batch, "pack_multiple", lambda config: 1)
 
