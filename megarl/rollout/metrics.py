@@ -78,18 +78,32 @@ def response_stats(responses: Sequence[Sample]) -> dict[str, float]:
     for name, flag in (("right", True), ("wrong", False)):
         if subset_lengths := [r.num_sampled for r in responses if r.correct == flag]:
             stats[f"response/length_{name}"] = sum(subset_lengths) / len(subset_lengths)
-    if any(r.turns > 1 or r.calls for r in responses):
-        stats["episode/turns_mean"] = sum(r.turns for r in responses) / count
-        stats["episode/calls_mean"] = sum(r.calls for r in responses) / count
-        stats["episode/observed_mean"] = sum(r.num_tokens - r.num_sampled for r in responses) / count
-    if all(r.reflects is not None for r in responses):
-        with_words, without_words = (
-            [r.correct for r in responses if r.reflects is flag] for flag in (True, False)
-        )
-        stats["reflection/share"] = len(with_words) / count
-        if with_words and without_words:
-            stats["reflection/accuracy"] = sum(with_words) / len(with_words)
-            stats["reflection/accuracy_without"] = sum(without_words) / len(without_words)
+    return stats | episode_stats(responses) | reflection_stats(responses)
+
+
+def episode_stats(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return episode/* if a response has several turns or calls tools."""
+    if not any(r.turns > 1 or r.calls for r in responses):
+        return {}
+    count = len(responses)
+    return {
+        "episode/turns_mean": sum(r.turns for r in responses) / count,
+        "episode/calls_mean": sum(r.calls for r in responses) / count,
+        "episode/observed_mean": sum(r.num_tokens - r.num_sampled for r in responses) / count,
+    }
+
+
+def reflection_stats(responses: Sequence[Sample]) -> dict[str, float]:
+    """Return reflection/* if words are configured: the share with words, and the accuracy of both parts."""
+    if any(r.reflects is None for r in responses):
+        return {}
+    with_words, without_words = (
+        [r.correct for r in responses if r.reflects is flag] for flag in (True, False)
+    )
+    stats = {"reflection/share": len(with_words) / len(responses)}
+    if with_words and without_words:
+        stats["reflection/accuracy"] = sum(with_words) / len(with_words)
+        stats["reflection/accuracy_without"] = sum(without_words) / len(without_words)
     return stats
 
 
