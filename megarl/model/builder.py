@@ -350,49 +350,59 @@ def _prepare(
         # gradient_accumulation_fusion would need apex for the output layer.
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True
-        # Megatron marks tensor-parallel shards when it initialises weights, which we skip. Without marks
-        # the gradient norm would count only one rank's shards.
-        shards: list[tuple[torch.nn.Parameter, int]] = []
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
-        elif isinstance(module, RowParallelLinear):
-            shards = [(module.weight, 1)]
-        for parameter, dim in shards:
-            if not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+        _mark_shards(module)
     for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            # Megatron marks experts only with ep > 1. Without the mark, tensor-parallel ranks with the same
-            # experts and different tokens would not sum their gradients.
-            parameter.allreduce = False
-            # Ranks with the same expert shard its optimizer, so each must count its part of the gradient
-            # norm. Transformer Engine and Megatron before 0.19 do not mark grouped weights.
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = 1 if ".linear_fc2." in name else 0
-            parameter.partition_stride = 1
-        if name.endswith("_down_proj.weight"):
-            # Transformer Engine marks this replicated weight as a shard; the gradient norm would count it
-            # once per rank.
-            parameter.tensor_model_parallel = False
+        _mark_replication(name, parameter)
     if optimizer.freezes:
-        # Freeze before Megatron's DDP and optimizer are built: they skip frozen parameters.
-        is_critic = isinstance(model.chunks[0], Critic)
-        stage_parameters = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=is_critic)
-        frozen_names = {
-            name for name, pair, layer, _ in stage_parameters if is_frozen(pair, layer, optimizer)
-        }
-        for name, parameter in rename_to_table(dict(model.named_parameters())).items():
-            parameter.requires_grad_(name not in frozen_names)
-        # A recomputed module gets no weight gradients if its input needs none, as after frozen embeddings.
-        first_chunk, c = model.chunks[0], model.config
-        recomputes_mlp = c.recompute_granularity == "full" or (
-            c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
-        )
-        has_trained_layers = any(
-            parameter.requires_grad for parameter in first_chunk.decoder.layers.parameters()
-        )
-        first_chunk.input_needs_gradient = first_chunk.pre_process and recomputes_mlp and has_trained_layers
+        _freeze(model, hf, optimizer, runtime)
     return model.to(runtime.device)
+
+
+def _mark_shards(module: Any) -> None:
+    """Mark tensor-parallel shards, as Megatron does when it initialises weights, which we skip.
+
+    Without marks the gradient norm would count only one rank's shards."""
+    shards: list[tuple[torch.nn.Parameter, int]] = []
+    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+        shards = [(parameter, 0) for parameter in module.parameters(recurse=False)]
+    elif isinstance(module, RowParallelLinear):
+        shards = [(module.weight, 1)]
+    for parameter, dim in shards:
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+
+
+def _mark_replication(name: str, parameter: Any) -> None:
+    """Correct the marks that say which ranks' gradients are summed or counted."""
+    if ".experts." in name:
+        # Megatron marks experts only with ep > 1. Without the mark, tensor-parallel ranks with the same
+        # experts and different tokens would not sum their gradients.
+        parameter.allreduce = False
+        # Ranks with the same expert shard its optimizer, so each must count its part of the gradient norm.
+        # Transformer Engine and Megatron before 0.19 do not mark grouped weights.
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim = 1 if ".linear_fc2." in name else 0
+        parameter.partition_stride = 1
+    if name.endswith("_down_proj.weight"):
+        # Transformer Engine marks this replicated weight as a shard; the gradient norm would count it once
+        # per rank.
+        parameter.tensor_model_parallel = False
+
+
+def _freeze(model: ModelChunks, hf: PretrainedConfig, optimizer: OptimizerConfig, runtime: Runtime) -> None:
+    """Freeze parameters before Megatron's DDP and optimizer are built, which skip them."""
+    is_critic = isinstance(model.chunks[0], Critic)
+    stage_parameters = parameters(hf.to_dict(), runtime.layout, runtime.pp_rank, 0, critic=is_critic)
+    frozen_names = {name for name, pair, layer, _ in stage_parameters if is_frozen(pair, layer, optimizer)}
+    for name, parameter in rename_to_table(dict(model.named_parameters())).items():
+        parameter.requires_grad_(name not in frozen_names)
+    # A recomputed module gets no weight gradients if its input needs none, as after frozen embeddings.
+    first_chunk, c = model.chunks[0], model.config
+    recomputes_mlp = c.recompute_granularity == "full" or (
+        c.recompute_granularity == "selective" and "mlp" in c.recompute_modules
+    )
+    has_trained_layers = any(parameter.requires_grad for parameter in first_chunk.decoder.layers.parameters())
+    first_chunk.input_needs_gradient = first_chunk.pre_process and recomputes_mlp and has_trained_layers
 
 
 def _recompute_options(model: ModelConfig) -> dict[str, Any]:
