@@ -128,7 +128,7 @@ def _check_appends(chat: ChatTurns, role: str, thinks: bool) -> None:
 
 
 def _find_difference(one: str, other: str) -> tuple[int, int] | None:
-    """Return where two texts differ first, apart from white space; None: nowhere."""
+    """Return where two texts first differ in more than white space; None: nowhere."""
     # The end of a text counts as one more letter.
     letter_indices = [
         [*(i for i, letter in enumerate(text) if not letter.isspace()), len(text)] for text in (one, other)
