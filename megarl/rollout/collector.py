@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -241,39 +242,46 @@ def pack_tokens(
     cu_seqlens = np.cumsum([0, *(p.size + d.num_tokens for p, _, d in sequences)], dtype=np.int64)
     total = int(cu_seqlens[-1])
     tokens, mask = np.empty(total, dtype=np.int64), np.zeros(total, dtype=bool)
-    logprobs, versions = np.zeros(total, dtype=np.float32), np.zeros(total, dtype=np.int32)
-    rewards = np.zeros(total, dtype=np.float32)
-    formats = (sample.experts_format for sample in samples)
-    dtype, shape = next((item for item in formats if item is not None), ("uint8", (0,)))
-    missing_expert = np.iinfo(dtype).max  # fills rows of surplus samples that lack routing
-    routing = np.full((total, *shape), missing_expert, dtype=dtype)
-    set_width = max((sample.set_width for sample in samples), default=0)
-    sets = np.full((total, set_width), -1, dtype=np.int32)
+    columns = {
+        name: np.full((total, *shape), filler, dtype)
+        for name, (dtype, shape, filler) in _describe_token_columns(samples).items()
+    }
     for (prompt, version, data), (start, end) in zip(sequences, pairwise(cu_seqlens), strict=True):
         prompt_end = start + prompt.size
         tokens[start:prompt_end], tokens[prompt_end:end] = prompt, data.tokens
         is_sampled = mask[prompt_end:end]
         is_sampled[:] = True if data.is_sampled is None else data.is_sampled
-        logprobs[prompt_end:end][is_sampled] = data.logprobs[is_sampled]
-        versions[prompt_end:end][is_sampled] = (
-            version if data.policy_versions is None else data.policy_versions[is_sampled]
-        )
+        columns["engine_logprobs"][prompt_end:end][is_sampled] = data.logprobs[is_sampled]
+        if "token_versions" in columns:
+            versions = data.policy_versions
+            columns["token_versions"][prompt_end:end][is_sampled] = (
+                version if versions is None else versions[is_sampled]
+            )
         if data.turn_rewards is not None:
-            rewards[prompt_end:end][is_sampled] = data.turn_rewards[is_sampled]
+            columns["turn_rewards"][prompt_end:end][is_sampled] = data.turn_rewards[is_sampled]
         if data.routed_experts is not None:
-            routing[start:end] = data.routed_experts
+            columns["routing"][start:end] = data.routed_experts
         if data.sampling_sets is not None:
-            sets[prompt_end:end, : data.sampling_sets.shape[1]] = data.sampling_sets
-    columns = {"engine_logprobs": torch.from_numpy(logprobs)}
+            columns["sampling_sets"][prompt_end:end, : data.sampling_sets.shape[1]] = data.sampling_sets
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), tensors)
+
+
+def _describe_token_columns(samples: Sequence[Sample]) -> dict[str, tuple[Any, tuple[int, ...], int]]:
+    """Return dtype, shape of a token's value and filler of each column that `pack_tokens` makes."""
+    columns: dict[str, tuple[Any, tuple[int, ...], int]] = {"engine_logprobs": (np.float32, (), 0)}
     if any(sample.oldest_version is not None for sample in samples):
-        columns["token_versions"] = torch.from_numpy(versions)
+        columns["token_versions"] = np.int32, (), 0
     if any(sample.has_turn_rewards for sample in samples):
-        columns["turn_rewards"] = torch.from_numpy(rewards)
-    if any(sample.experts_format is not None for sample in samples):
-        columns["routing"] = torch.from_numpy(routing)
-    if set_width:
-        columns["sampling_sets"] = torch.from_numpy(sets)
-    return TrainBatch(torch.from_numpy(tokens), torch.from_numpy(cu_seqlens), torch.from_numpy(mask), columns)
+        columns["turn_rewards"] = np.float32, (), 0
+    formats = [sample.experts_format for sample in samples if sample.experts_format is not None]
+    if formats:
+        dtype, shape = formats[0]
+        # The largest number is no expert. It fills rows of surplus samples that lack routing.
+        columns["routing"] = dtype, shape, int(np.iinfo(dtype).max)
+    if set_width := max((sample.set_width for sample in samples), default=0):
+        columns["sampling_sets"] = np.int32, (set_width,), -1
+    return columns
 
 
 def make_method_columns(groups: Sequence[SampleGroup], config: Config) -> dict[str, Tensor]:
