@@ -46,23 +46,18 @@ def deliver(
         return _decode(batch, [], {}, kinds)
 
     share, ring = shares[replica], replicas[replica]
-    ring_index = ring.index(ranks.rank)
     # pieces[i]: rows of the replica's i-th rank.
     pieces: list[list[int]] = [[] for _ in ring]
     for row in sorted(share, key=lambda row: owners[row]):  # stable: keeps an owner's order
         pieces[owner_index[owners[row]] % len(ring)].append(row)
     incoming: dict[int, int] = {}
-    for row in pieces[ring_index]:
+    for row in pieces[ring.index(ranks.rank)]:
         incoming[owners[row]] = incoming.get(owners[row], 0) + sizes[row]
     senders = sorted(incoming)
     incoming.pop(ranks.rank, None)
     received |= exchange(ranks, outgoing, incoming)
-    blobs = {ring_index: _concatenate([received[owner] for owner in senders])}
-    receiver, sender = ring[(ring_index + 1) % len(ring)], ring[ring_index - 1]
-    for step in range(1, len(ring)):
-        send_index, receive_index = (ring_index - step + 1) % len(ring), (ring_index - step) % len(ring)
-        size = sum(sizes[row] for row in pieces[receive_index])
-        blobs[receive_index] = exchange(ranks, {receiver: blobs[send_index]}, {sender: size})[sender]
+    blob = _concatenate([received[owner] for owner in senders])
+    blobs = _pass_around(ranks, ring, blob, [sum(sizes[row] for row in rows) for rows in pieces])
     data_by_row: dict[int, np.ndarray] = {}
     for i, rows in enumerate(pieces):
         offset, data = 0, blobs[i].numpy()
@@ -70,6 +65,20 @@ def deliver(
             data_by_row[row] = data[offset : offset + sizes[row]]
             offset += sizes[row]
     return _decode(batch, share, data_by_row, kinds)
+
+
+def _pass_around(ranks: Ranks, ring: Sequence[int], blob: Tensor, sizes: Sequence[int]) -> dict[int, Tensor]:
+    """Return every rank's blob by its index in the ring. sizes: bytes of each
+
+    In each step a rank sends the blob that it received last to the next rank."""
+    index = ring.index(ranks.rank)
+    blobs = {index: blob}
+    receiver, sender = ring[(index + 1) % len(ring)], ring[index - 1]
+    for step in range(1, len(ring)):
+        send_index, receive_index = (index - step + 1) % len(ring), (index - step) % len(ring)
+        outgoing, incoming = {receiver: blobs[send_index]}, {sender: sizes[receive_index]}
+        blobs[receive_index] = exchange(ranks, outgoing, incoming)[sender]
+    return blobs
 
 
 def row_bytes(batch: RolloutBatch) -> Tensor:
