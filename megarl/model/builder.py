@@ -541,57 +541,28 @@ def _transformer_config(
 
 
 def _block_spec(
-    config: TransformerConfig, kind: str, family: Family, sizes: Sizes, own: Sequence[int], *, adapters: bool
+    config: TransformerConfig,
+    kind: str,
+    family: Family,
+    sizes: Sizes,
+    layers: Sequence[int],
+    *,
+    adapters: bool,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers `own`, indices in the model."""
+    """Return the specs of layers, given by their indices in the model."""
     norm: Any = RMSNorm
     if kind == "te":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+        from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    query_norm = norm if family.has("q_layernorm.weight") else IdentityOp
     specs = {}
-    layer_kinds = [(sizes.experts > 0 and layer >= sizes.dense, layer in sizes.linear) for layer in own]
+    layer_kinds = [(sizes.experts > 0 and layer >= sizes.dense, layer in sizes.linear) for layer in layers]
     for is_mixture, is_linear in set(layer_kinds):
-        num_experts = config.num_moe_experts if is_mixture else None
         if kind == "te":
-            layer = get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=config.qk_layernorm,
-                num_experts=num_experts,
-                moe_grouped_gemm=config.moe_grouped_gemm and is_mixture,
-                multi_latent_attention=family.is_latent,
-            )
-            modules = layer.submodules
-            if family.is_latent:  # separate norms
-                attention, modules.self_attention.module = modules.self_attention.submodules, LatentAttention
-                attention.q_layernorm, attention.kv_layernorm = query_norm, TENorm
-                attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
-            if adapters:  # they need the norm's output, which fused layers hide
-                modules.input_layernorm = modules.pre_mlp_layernorm = TENorm
-                if not family.is_latent:
-                    modules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-                if not is_mixture:
-                    modules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            layer = _te_layer_spec(config, family, is_mixture, adapters=adapters)
         else:
-            layer = get_gpt_layer_local_spec(
-                normalization="RMSNorm",
-                qk_layernorm=config.qk_layernorm,
-                num_experts=num_experts,
-                multi_latent_attention=family.is_latent,
-            )
-            modules = layer.submodules
-            modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-            attention = modules.self_attention.submodules
-            attention.core_attention = PackedAttention
-            if family.is_latent:
-                modules.self_attention.module = LatentAttention
-                attention.q_layernorm, attention.kv_layernorm = query_norm, RMSNorm
-                modules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-            elif config.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
-            if is_mixture:
-                # Keep Transformer Engine's checkpoint name: it fuses this norm only in dense layers.
-                del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+            layer = _portable_layer_spec(config, family, is_mixture)
+        modules = layer.submodules
         if config.attention_output_gate:
             modules.self_attention.module = GatedAttention
         if is_linear:
@@ -601,3 +572,53 @@ def _block_spec(
             modules.self_attn_bda = modules.mlp_bda = residual_spec
         specs[is_mixture, is_linear] = layer
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in layer_kinds], layer_norm=norm)
+
+
+def _te_layer_spec(config: TransformerConfig, family: Family, is_mixture: bool, *, adapters: bool) -> Any:
+    """Return the spec of a Transformer Engine layer. Its linears include the norm before them."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts if is_mixture else None,
+        moe_grouped_gemm=config.moe_grouped_gemm and is_mixture,
+        multi_latent_attention=family.is_latent,
+    )
+    modules: Any = layer.submodules
+    if family.is_latent:  # separate norms
+        attention, modules.self_attention.module = modules.self_attention.submodules, LatentAttention
+        attention.q_layernorm = TENorm if family.has("q_layernorm.weight") else IdentityOp
+        attention.kv_layernorm = TENorm
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
+    if adapters:  # they need the norm's output, which fused layers hide
+        modules.input_layernorm = modules.pre_mlp_layernorm = TENorm
+        if not family.is_latent:
+            modules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not is_mixture:
+            modules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    return layer
+
+
+def _portable_layer_spec(config: TransformerConfig, family: Family, is_mixture: bool) -> Any:
+    """Return the spec of a layer in plain torch, under the names of Transformer Engine's checkpoints."""
+    layer = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts if is_mixture else None,
+        multi_latent_attention=family.is_latent,
+    )
+    modules: Any = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention = modules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if family.is_latent:
+        modules.self_attention.module = LatentAttention
+        attention.q_layernorm = RMSNorm if family.has("q_layernorm.weight") else IdentityOp
+        attention.kv_layernorm = RMSNorm
+        modules.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if is_mixture:
+        # Transformer Engine fuses this norm only in dense layers.
+        del modules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return layer
