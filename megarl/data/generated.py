@@ -66,7 +66,7 @@ def reference_to(answer: str, entry: str) -> Reference:
     return Reference(answer, _gym().VERIFIER, entry)
 
 
-def own_verifiers(data: DataConfig) -> tuple[str, ...]:
+def list_entry_verifiers(data: DataConfig) -> tuple[str, ...]:
     """Return the verifier of generated rows, if `data` has any."""
     return (_gym().VERIFIER,) if data.has_gym else ()
 

@@ -54,7 +54,7 @@ class VerifierPool:
 
     timeout     seconds per answer, terms included
     memory_mib  data memory of one worker, MiB
-    own         verifiers that References name
+    entry_verifiers  verifiers that References name, such as those of generated rows
     sandbox     for the user's verifiers and terms; megarl's own use CALCULATE
 
     The first `verify` starts the processes. Not thread-safe. Raises ConfigError if a verifier or term does
@@ -67,7 +67,7 @@ class VerifierPool:
         timeout: float = 10.0,
         memory_mib: int = 2048,
         terms: Mapping[str, RewardTerm] = MappingProxyType({}),
-        own: Sequence[str] = (),
+        entry_verifiers: Sequence[str] = (),
         sandbox: str = STRICT,
     ) -> None:
         if workers < 1 or timeout <= 0 or memory_mib < 64:
@@ -78,11 +78,11 @@ class VerifierPool:
             "verifier": verifier_path(verifier_name),
             "terms": {name: (term.function, term.arguments) for name, term in terms.items()},
             "memory_mib": memory_mib,
-            "own": list(own),
+            "entry_verifiers": list(entry_verifiers),
         }
-        verifiers = [_load_functions(self._settings)[0], *map(get_verifier, own)]
+        verifiers = [_load_functions(self._settings)[0], *map(get_verifier, entry_verifiers)]
         starts_programs = any(hasattr(one, "with_limits") for one in verifiers)
-        paths = [self._settings["verifier"], *own, *(term.function for term in terms.values())]
+        paths = [self._settings["verifier"], *entry_verifiers, *(term.function for term in terms.values())]
         all_calculate = all(path.partition(":")[0].partition(".")[0] in _CALCULATING for path in paths)
         if starts_programs and all_calculate and sandbox == NETWORK:
             sandbox = STRICT  # megarl's own need no network
@@ -293,7 +293,7 @@ def work(process: Supervised) -> None:
 
 def _prepare_grading(settings: dict[str, Any]) -> Callable[[Any], Iterator[Any]]:
     verifier, terms = _load_functions(settings)
-    for name in settings["own"]:
+    for name in settings["entry_verifiers"]:
         get_verifier(name)
     if (with_limits := getattr(verifier, "with_limits", None)) is not None:
         limits = (settings[name] for name in ("timeout", "memory_mib"))

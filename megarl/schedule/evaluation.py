@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.config.errors import CheckpointError
 from megarl.config.schema import Config, JudgeConfig, OverlongConfig
-from megarl.data.generated import own_verifiers
+from megarl.data.generated import list_entry_verifiers
 from megarl.data.prompts import read_problem_sets
 from megarl.model.builder import build_actor
 from megarl.model.hf_config import read_hf_config
@@ -103,12 +103,14 @@ class Evaluation:
 
     def answer(self) -> EvaluationResult:
         reward, eval_data = self.config.reward, self.config.data.model_copy(update={"train": ()})
-        entry_verifiers = own_verifiers(eval_data)
+        entry_verifiers = list_entry_verifiers(eval_data)
         limits = reward.workers, reward.timeout, reward.memory
         config = self.config
         if reward.judge_is_term:  # an evaluation asks no judge, so it needs no key
             config = config.model_copy(update={"reward": reward.model_copy(update={"judge": JudgeConfig()})})
-        with VerifierPool(reward.verifier, *limits, own=entry_verifiers, sandbox=reward.sandbox) as verifiers:
+        with VerifierPool(
+            reward.verifier, *limits, entry_verifiers=entry_verifiers, sandbox=reward.sandbox
+        ) as verifiers:
             rollout_rank = RolloutRank(config, self.runtime, self.engine, verifiers, self.tokenizer)
             try:
                 return EvaluationResult(rollout_rank.evaluate(self.sets))

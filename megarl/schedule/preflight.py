@@ -17,7 +17,7 @@ from megarl.config.engines import ENGINES
 from megarl.config.errors import CheckpointError, ConfigError
 from megarl.config.files import mark_required, read_json, write_atomic
 from megarl.config.schema import JUDGE, Config, JudgeConfig, RewardConfig
-from megarl.data.generated import own_verifiers
+from megarl.data.generated import list_entry_verifiers
 from megarl.data.prompts import absent_sources, validate_files
 from megarl.model.fp8 import check_sizes
 from megarl.parallel.launch import count_local_ranks, without_tokenizer_threads
@@ -110,7 +110,7 @@ def preflight(config: Config, where: str, world: int | None = None, *, replay: b
     if config.has_engine:
         if config.reward.judge.url is not None:
             check_judge_answers(config.reward.judge, references)
-        check_verifier(config.reward, references, own_verifiers(config.data))
+        check_verifier(config.reward, references, list_entry_verifiers(config.data))
         sandbox_warning = _sandbox_warning()
     check_pretraining_rollouts(config)
     engine_note = load_engine_class(config).machine_note(device.type) if config.has_engine else None
@@ -229,7 +229,9 @@ def preflight_evaluation(
         references = validate_files(eval_data, tokenizer=tokenizer, tools=tools)
     if config.reward.verifier == JUDGE:
         check_judge_answers(config.reward.judge, references)
-    check_verifier(config.reward.model_copy(update={"terms": {}}), references, own_verifiers(eval_data))
+    check_verifier(
+        config.reward.model_copy(update={"terms": {}}), references, list_entry_verifiers(eval_data)
+    )
 
 
 def check_model(path: Path, key: str, config: Config, *, critic: bool = False) -> ModelFolder:
@@ -268,7 +270,7 @@ def check_judge_answers(judge: JudgeConfig, references: Sequence[str | Reference
 
 
 def check_verifier(
-    reward: RewardConfig, references: Sequence[str | Reference], own: Sequence[str] = ()
+    reward: RewardConfig, references: Sequence[str | Reference], entry_verifiers: Sequence[str] = ()
 ) -> None:
     """Test verifier and reward terms on a made-up response per reference (one per data file or task)."""
     if reward.verifier == JUDGE:  # terms get a verdict as a run's do
@@ -284,7 +286,7 @@ def check_verifier(
         response = f"It is \\boxed{{{answer}}}.\n\nAnswer: {answer}\n\n<answer>{answer}</answer>"
         items.append((response, reference, len(response), 2 * len(response), False))
     limits = 1, reward.timeout, reward.memory
-    with VerifierPool(reward.verifier, *limits, reward.terms, own, reward.sandbox) as pool:
+    with VerifierPool(reward.verifier, *limits, reward.terms, entry_verifiers, reward.sandbox) as pool:
         verdicts = pool.verify(items)
     for reference, answer, verdict in zip(references, answers, verdicts, strict=True):
         is_wrong = not verdict.correct and reward.verifier == "math" and isinstance(reference, str)

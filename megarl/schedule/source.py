@@ -13,7 +13,7 @@ import torch
 
 from megarl.config.schema import PRETRAINING, Config
 from megarl.data.batch import RolloutBatch, TrainBatch
-from megarl.data.generated import own_verifiers
+from megarl.data.generated import list_entry_verifiers
 from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import (
     Prompt,
@@ -104,7 +104,7 @@ class Generation(BatchSource):
             reward.timeout,
             reward.memory,
             reward.terms,
-            own_verifiers(config.data),
+            list_entry_verifiers(config.data),
             reward.sandbox,
         )
         self.engine = load_engine_class(config).build(config, tokenizer, runtime)

@@ -37,7 +37,7 @@ def test_scores_in_the_pool(rows: dict[str, GeneratedRow]) -> None:
     ]
     jumbled = reference_to(rows["letter_jumble"].answer, rows["letter_jumble"].entry)
     half = f"{rows['letter_jumble'].answer.split()[0]} and no more"
-    with VerifierPool("dapo", own=[VERIFIER]) as pool:
+    with VerifierPool("dapo", entry_verifiers=[VERIFIER]) as pool:
         verdicts = pool.verify(
             [*items, (f"<answer>{half}</answer>", jumbled), ("Answer: 7", jumbled), ("Answer: 7", "7")]
         )
@@ -57,7 +57,7 @@ def test_a_scorer_that_raises(rows: dict[str, GeneratedRow]) -> None:
     If the scorer also raises for the known answer, the response is ungraded."""
     row = rows["prime_factorization"]
     broken = {**json.loads(row.entry), "entry": {}}
-    with VerifierPool("dapo", own=[VERIFIER]) as pool:
+    with VerifierPool("dapo", entry_verifiers=[VERIFIER]) as pool:
         refused, failed = pool.verify(
             [
                 ("<answer>two</answer>", reference_to(row.answer, row.entry)),
