@@ -208,19 +208,19 @@ def policy_loss(
 
 @torch.no_grad()
 def _policy_statistics(
-    t: Tokens, found: Objective, logprobs: Tensor, entropy: Tensor | None
+    t: Tokens, result: Objective, logprobs: Tensor, entropy: Tensor | None
 ) -> dict[str, Tensor]:
     """Sum over the counted tokens."""
     assert t.counted is not None and t.log_ratio is not None
-    too_high, difference = found.too_high & t.counted, t.log_ratio
+    too_high, difference = result.too_high & t.counted, t.log_ratio
     sums = {
         "tokens": t.counted.sum(),
-        "clip_fraction_low": (found.too_low & t.counted).sum(),
+        "clip_fraction_low": (result.too_low & t.counted).sum(),
         "clip_fraction_high": too_high.sum(),
         "clip_prob_high": torch.where(too_high, logprobs.double(), -torch.inf).exp().sum(),
         "approx_kl": (torch.expm1(difference) - difference).sum(),
         "mean_prob": torch.where(t.counted, logprobs.double(), -torch.inf).exp().sum(),
-        **found.statistics,
+        **result.statistics,
     }
     if entropy is not None:
         sums["entropy"] = torch.where(t.counted, entropy.double(), 0.0).sum()

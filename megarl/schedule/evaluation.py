@@ -33,28 +33,28 @@ from megarl.weights.families import read_config
 from megarl.weights.megatron import open_model
 
 
-def find_policy(config: Config, given: Path | None) -> tuple[Config, Path | None]:
+def find_policy(config: Config, path: Path | None) -> tuple[Config, Path | None]:
     """Resolve `--checkpoint`: a Hugging Face folder, a checkpoint, or a run (its newest checkpoint).
 
     Returns the config with its `model.path`, and the checkpoint's actor folder, or None if `model.path` has
     the weights. Raises CheckpointError."""
-    if given is None:
+    if path is None:
         return config, None
-    if not given.is_dir():
-        raise CheckpointError(f"--checkpoint: {given}: {'not a' if given.exists() else 'no such'} folder")
-    if (given / "config.json").is_file():
-        return config.model_copy(update={"model": config.model.model_copy(update={"path": given})}), None
-    if (given / FOLDER).is_dir():
-        checkpoint, skipped = find_checkpoint(given)
+    if not path.is_dir():
+        raise CheckpointError(f"--checkpoint: {path}: {'not a' if path.exists() else 'no such'} folder")
+    if (path / "config.json").is_file():
+        return config.model_copy(update={"model": config.model.model_copy(update={"path": path})}), None
+    if (path / FOLDER).is_dir():
+        checkpoint, skipped = find_checkpoint(path)
         if checkpoint is None:
-            hint = f" (its exported model is in {given / 'hf'})" if (given / "hf").is_dir() else ""
-            problem = f"--checkpoint: {given}: the run has no complete checkpoint{hint}"
+            hint = f" (its exported model is in {path / 'hf'})" if (path / "hf").is_dir() else ""
+            problem = f"--checkpoint: {path}: the run has no complete checkpoint{hint}"
             raise CheckpointError("; ".join([problem, *skipped]))
-    elif (given / MANIFEST).exists() or given.name.startswith("."):
-        checkpoint = open_checkpoint(given)
+    elif (path / MANIFEST).exists() or path.name.startswith("."):
+        checkpoint = open_checkpoint(path)
     else:
         raise CheckpointError(
-            f"--checkpoint: {given}: neither a Hugging Face folder (config.json) nor a checkpoint "
+            f"--checkpoint: {path}: neither a Hugging Face folder (config.json) nor a checkpoint "
             "(manifest.json) nor a run (checkpoints/)"
         )
     description = config.model.path / "config.json"

@@ -71,10 +71,12 @@ def counted_tokens(batch: TrainBatch, mini_batch: Sequence[MicroBatch]) -> Tenso
     return token_indices[batch["policy_loss_weights"][token_indices] > 0]
 
 
-def covariances(batch: TrainBatch, at: Tensor, logprobs: Tensor, runtime: Runtime) -> tuple[Tensor, float]:
-    """Return the covariances of the tokens `at`, float64, and their number on all replicas."""
-    new, advantage = logprobs[at].double(), batch["advantages"][at].double()
-    sums = torch.stack([torch.tensor(float(at.numel())), advantage.sum(), new.sum()])
+def covariances(
+    batch: TrainBatch, token_indices: Tensor, logprobs: Tensor, runtime: Runtime
+) -> tuple[Tensor, float]:
+    """Return the covariances of some tokens, float64, and their number on all replicas."""
+    new, advantage = logprobs[token_indices].double(), batch["advantages"][token_indices].double()
+    sums = torch.stack([torch.tensor(float(token_indices.numel())), advantage.sum(), new.sum()])
     count, advantage_sum, logprob_sum = sum_over_replicas(runtime, sums).tolist()
     mean_advantage, mean_logprob = advantage_sum / max(count, 1), logprob_sum / max(count, 1)
     return (advantage - mean_advantage) * (new - mean_logprob), count
