@@ -63,8 +63,7 @@ MIXTURE: tuple[Layout, ...] = (
 )
 # The second stage has no dense layer, and the first chunk of a virtual stage only dense layers.
 UNEVEN: tuple[Layout, ...] = (
-    *(ONE, (2, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
-    *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
+    *(ONE, (2, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2), (2, 1, 1, 2, 2)),
 )
 # Each chunk of a virtual stage is a single layer, all of one kind.
 LINEAR: tuple[Layout, ...] = (
@@ -72,7 +71,7 @@ LINEAR: tuple[Layout, ...] = (
     *((1, 1, 1, 1, 2), (2, 1, 1, 1, 2)),
 )
 LINEAR_MIXTURE: tuple[Layout, ...] = (
-    *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (2, 1, 1), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
+    *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
 )
 # Every other layer has full attention, and three value heads share one key head.
