@@ -43,7 +43,7 @@ def test_the_page_shows_what_is_printed() -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_simulations_at_scale() -> None:
-    """It simulates up to 1,024 GPUs, more work than all other commands of the pages together."""
+    """It simulates up to 1,024 GPUs, nearly as much work as all other commands of the pages together."""
     check_shown(at_scale=True)
 
 
