@@ -3,8 +3,8 @@
 `python -m megarl` spends seven seconds of CPU on imports. Most tests need less for everything else.
 A forked command is a separate process too, with a pid, ranks, signals and an exit code. It does not show
 import output or interpreter start, and all forked commands have the same hash seed. Tests of these
-start `python -m megarl`. So do some runs that are compared bitwise with another run. These are the killed
-runs of test_resume.py and of the chaos tests, one run of test_recipes.py and one of test_ahead.py.
+start `python -m megarl`. So do some runs that are compared bitwise with another run. These are two killed
+runs of test_resume.py, one run of test_recipes.py and one of test_ahead.py. `make chaos` does so, too.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import re
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -65,21 +66,32 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rank-groups",
+        type=int,
+        default=1,
+        help="number of groups of the files that need ranks; each group runs on one worker (default: 1)",
+    )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Distribute tests file by file, but all files that need ranks to one worker.
 
-    That worker starts each layout's ranks only once. xdist's --dist loadgroup cannot do it: 3.8.0 writes a
-    test's group where pytest 9.2 does not read it. In tests/te nearly all files need ranks, so there another
-    worker would be idle.
+    That worker starts each layout's ranks only once. Where nearly all files need ranks, another worker would
+    be idle: there `--rank-groups` makes several groups, as in tests/te always. xdist's --dist loadgroup
+    cannot do it: 3.8.0 writes a test's group where pytest 9.2 does not read it.
     """
     from xdist.scheduler import LoadFileScheduling
+
+    groups = config.getoption("--rank-groups")
 
     class OneForRanks(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
             alone = file.startswith("tests/te/") or not _needs_ranks(config.rootpath / file)
-            return file if alone else "ranks"
+            return file if alone else f"ranks {zlib.crc32(file.encode()) % groups}"
 
     return OneForRanks(config, log)
 

@@ -49,29 +49,29 @@ DENSE: tuple[Layout, ...] = (
     *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (1, 1, 1, 1, 4), (2, 2, 1, 1, 2), (1, 2, 1, 1, 4)),
 )
-# For families with the layers of Qwen2 and Qwen3: each kind of parallelism, alone or with another.
+# For dense families other than Qwen3: each kind of parallelism, alone or with another. How layers are
+# sharded is the same for all of them.
 ALIKE: tuple[Layout, ...] = (
     *(ONE, (2, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (2, 2, 1, 1, 2)),
 )
-# Experts sharded over TP neighbours, replicas, both, and neither; with and without pipeline parallelism.
+# Experts sharded over TP neighbours, replicas, both, and neither; with and without pipeline parallelism. Each
+# pair of sizes is above 1 together, except CP with PP or DP. tests/parallel/test_experts.py has more.
 MIXTURE: tuple[Layout, ...] = (
-    *(ONE, (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)),
-    *((2, 2, 1, 2), (1, 2, 2, 2), (2, 1, 2, 4), (2, 1, 2, 2), (1, 1, 4, 2)),
-    *((1, 1, 1, 1, 2), (1, 1, 1, 2, 2), (1, 1, 2, 4, 2), (2, 1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
+    *(ONE, (2, 1, 1), (1, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2), (2, 2, 1, 2), (2, 1, 2, 4)),
+    *((2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 1, 2, 2), (2, 1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
 )
 # The second stage has no dense layer, and the first chunk of a virtual stage only dense layers.
 UNEVEN: tuple[Layout, ...] = (
-    *(ONE, (2, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
-    *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
+    *(ONE, (2, 1, 1, 2), (2, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2), (2, 1, 1, 2, 2)),
 )
 # Each chunk of a virtual stage is a single layer, all of one kind.
 LINEAR: tuple[Layout, ...] = (
-    *(ONE, (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
+    *(ONE, (2, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 1, 2), (2, 1, 1, 1, 2)),
 )
 LINEAR_MIXTURE: tuple[Layout, ...] = (
-    *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (2, 1, 1), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
+    *(ONE, (2, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 1, 2)),
     *((1, 1, 1, 2, 2), (2, 1, 1, 2, 2)),
 )
 # Every other layer has full attention, and three value heads share one key head.
@@ -114,6 +114,7 @@ ROWS: dict[str, Row] = {
     "qwen2": Row(
         Qwen2Config,
         models=({}, {"tied": True}),
+        layouts=ALIKE,
         fast={"log-probs": WITHOUT_CP, "values": ((2, 2, 1),)},
         sent=(((2, 1, 1), {"tied": True}), ((1, 1, 2), {})),
         converted=(
@@ -179,6 +180,7 @@ ROWS: dict[str, Row] = {
             {"head_dim": 12},
             {"tied": True, "attention_bias": False, "partial_rotary_factor": 0.25, "head_dim": 16},
         ),
+        layouts=ALIKE,
         fast={"log-probs": (ONE, (1, 1, 1, 1, 2)), "values": ((2, 1, 1),)},
         sent=(((2, 1, 1), {"head_dim": 12}),),
         converted=(

@@ -82,13 +82,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def call(server: str, *calls: tuple[str, dict[str, Any]], **settings: Any) -> list[Result[str]]:
-    """Call tools one after the other in a pool of one process."""
+    """Call tools of a server one after the other in a pool of one process."""
+    return call_paths(*((f"{server}#{name}", given) for name, given in calls), **settings)
+
+
+def call_paths(*calls: tuple[str, dict[str, Any]], **settings: Any) -> list[Result[str]]:
+    """Call tools one after the other in a pool of one process; each call names its server, too."""
 
     async def job() -> list[Result[str]]:
         # The servers are in temporary folders and write there for the test, so the sandbox is off.
         pool = ToolPool(**{"workers": 1, "seconds": 60.0, "sandbox": "off", **settings})
         try:
-            return [await pool.call(f"{server}#{name}", [], given) for name, given in calls]
+            return [await pool.call(path, [], given) for path, given in calls]
         finally:
             pool.close()
             await asyncio.sleep(0)
@@ -185,25 +190,28 @@ def test_a_server_that_was_killed_between_calls(server: str) -> None:
     wait_until_gone(int(second.value))
 
 
+NO_SERVERS = {
+    "mcp:": "no MCP server answers: ValueError: no command (write mcp:COMMAND, or mcp:URL)",
+    "mcp:echo 'a": "no MCP server answers: ValueError: No closing quotation (write",
+    "mcp:no-such-command x": "no MCP server answers: FileNotFoundError: ",
+    "mcp:sh -c 'echo no key >&2; exit 3'": "no MCP server answers: no key (write",
+    "mcp:echo hello": "no MCP server answers: ",
+    "mcp:http://127.0.0.1:9/mcp": "no MCP server answers: ConnectError: ",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        ("mcp:", "no MCP server answers: ValueError: no command (write mcp:COMMAND, or mcp:URL)"),
-        ("mcp:echo 'a", "no MCP server answers: ValueError: No closing quotation (write"),
-        ("mcp:no-such-command x", "no MCP server answers: FileNotFoundError: "),
-        ("mcp:sh -c 'echo no key >&2; exit 3'", "no MCP server answers: no key (write"),
-        ("mcp:echo hello", "no MCP server answers: "),
-        ("mcp:http://127.0.0.1:9/mcp", "no MCP server answers: ConnectError: "),
-    ],
-)
-def test_what_is_no_server(entry: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_server(capfd: pytest.CaptureFixture[str]) -> None:
     """Before the run it is a one-line error; during the run the call is ungraded."""
-    with pytest.raises(ConfigError) as caught:
-        schemas([entry])
-    assert str(caught.value).startswith(f"rollout.tools: {entry}: {why}") and "\n" not in str(caught.value)
+    said = {}
+    for entry, why in NO_SERVERS.items():
+        with pytest.raises(ConfigError) as caught:
+            schemas([entry])
+        said[entry] = str(caught.value)
+        assert said[entry].startswith(f"rollout.tools: {entry}: {why}") and "\n" not in said[entry]
     assert capfd.readouterr() == ("", "")
-    assert call(entry, ("x", {})) == [Result(error=str(caught.value), graded=False)]
+    calls = [(f"{entry}#x", {}) for entry in NO_SERVERS]
+    assert call_paths(*calls) == [Result(error=error, graded=False) for error in said.values()]
 
 
 @pytest.mark.slow

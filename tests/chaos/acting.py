@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def weigh(text: str) -> int:
     """Work for some milliseconds, and return a number below 50 that depends on the text alone."""
-    end = time.process_time() + 0.05
+    end = time.process_time() + 0.02
     while time.process_time() < end:
         pass
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) % 50

@@ -176,13 +176,13 @@ class Job:
         except psutil.NoSuchProcess:
             return
 
-    def until(self, what: str, found: Callable[[], bool]) -> None:
+    def until(self, what: str, found: Callable[[], bool], pause: float = 0.0005) -> None:
         """Wait for a state of the run by busy polling, as some last only a few milliseconds."""
         end = time.monotonic() + LIMIT
         while not found():
             assert self.process.poll() is None, f"the run ended before {what}: {self.output()[-2000:]}"
             assert time.monotonic() < end, f"no {what} within {LIMIT:.0f} s: {self.output()[-2000:]}"
-            time.sleep(0.0005)
+            time.sleep(pause)
 
     def until_phase(self, phase: str, *, rank: int = 1, stage: str = "train", step: int = 2) -> None:
         """Wait until `rank` is in `phase` of `step` or of a later step."""
@@ -191,6 +191,8 @@ class Job:
             beat = self.beat(rank)
             return beat.get("phase") == phase and beat["stage"] == stage and beat["step"] >= step
 
+        if stage != "start":  # imports take long, and a run does not come to other stages at once
+            self.until("a sign of life", lambda: bool(self.beat(rank)), pause=0.02)
         self.until(f"phase {phase} of step {step}", there)
         self.look()
 
@@ -219,8 +221,8 @@ class Job:
         """Wait for the launcher; return its exit code."""
         end = time.monotonic() + LIMIT
         while self.process.poll() is None and time.monotonic() < end:
-            self.look()
-            time.sleep(0.02)
+            self.look()  # reads /proc of all processes
+            time.sleep(0.1)
         code = self.process.poll()
         assert code is not None, f"the run still goes on after {LIMIT:.0f} s: {self.output()[-2000:]}"
         return code
@@ -321,11 +323,13 @@ class Row:
         return self.equal and not self.orphans and not self.remarks
 
 
-def measure(fault: Fault, folder: Path, undisturbed: Path) -> Row:
-    """Inject the fault into a new run, restart that if it failed, and compare it with the undisturbed run."""
+def measure(fault: Fault, folder: Path, undisturbed: Path, *, forked: bool = False) -> Row:
+    """Inject the fault into a new run, restart that if it failed, and compare it with the undisturbed run.
+
+    forked: of the new run, as in Job. A restarted run is always forked."""
     name = re.sub(r"\W+", "-", fault.name)
     remarks: list[str] = []
-    job = Job(make_config(folder, name, **fault.of_the_run, **fault.keys))
+    job = Job(make_config(folder, name, **fault.of_the_run, **fault.keys), forked)
     try:
         undo = fault.inject(job)
         began, worked_at = time.monotonic(), _position(job)

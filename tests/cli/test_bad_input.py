@@ -25,6 +25,7 @@ from megarl.config import load_config
 from megarl.schedule.preflight import preflight
 from megarl.weights.hf import HFFolder
 from tests.cli.scene import Scene, write_jsonl
+from tests.commands import run_command
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_model
 
 NULL = object()
@@ -874,8 +875,10 @@ class TestCommandLine:
         )
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process, as a shell starts it."""
+def run(*arguments: str, forked: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a separate process, as a shell starts it, or forked (tests/commands.py)."""
+    if forked:
+        return run_command(arguments, cwd=Path.cwd(), env=os.environ | environment, timeout=120)
     command = [sys.executable, "-m", "megarl", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
@@ -897,7 +900,8 @@ class TestRealProcess:
         ids=["key", "model", "eval"],
     )
     def test_one_line_and_code_2(self, scene: Scene, command: Callable[[Scene], tuple[str, ...]]) -> None:
-        done = run(*command(scene))
+        arguments = command(scene)
+        done = run(*arguments, forked="rollout.prompts=many" not in arguments)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert done.stderr.startswith("megarl: ")
         assert not (scene.folder / "run").exists()
@@ -919,7 +923,7 @@ class TestRealProcess:
     def test_under_torchrun_rank_0_alone_says_it(self, scene: Scene) -> None:
         launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         said = [
-            run("train", str(scene.config), "model.path=/no/model", RANK=str(rank), **launched)
+            run("train", str(scene.config), "model.path=/no/model", forked=True, RANK=str(rank), **launched)
             for rank in (0, 1)
         ]
         assert [done.returncode for done in said] == [2, 2]

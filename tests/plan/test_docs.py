@@ -37,9 +37,24 @@ def printed(command: str) -> str:
 
 @pytest.mark.slow
 def test_the_page_shows_what_is_printed() -> None:
+    assert len(find_shown(at_scale=False)) + len(find_shown(at_scale=True)) == 11
+    check_shown(at_scale=False)
+
+
+@pytest.mark.slow
+def test_the_page_shows_simulations_at_scale() -> None:
+    """It simulates up to 1,024 GPUs, nearly as much work as all other commands of the pages together."""
+    check_shown(at_scale=True)
+
+
+def find_shown(*, at_scale: bool) -> list[tuple[str, str]]:
+    """Return the commands of the pages with their output. at_scale: those with the option --scale."""
     found = [shown for page in PAGES for shown in SHOWN.findall(page.read_text())]
-    assert len(found) == 11
-    for _, command, block, _ in found:
+    return [(command, block) for _, command, block, _ in found if ("--scale" in command) == at_scale]
+
+
+def check_shown(*, at_scale: bool) -> None:
+    for command, block in find_shown(at_scale=at_scale):
         assert block == printed(command), f"python {Path(__file__).relative_to(ROOT)} writes the pages anew"
 
 

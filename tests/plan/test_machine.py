@@ -126,8 +126,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(folder: Path) -> list[str]:
     data = [f"data.train=[{folder / 'train.jsonl'}]", f"data.eval=[{folder / 'eval.jsonl'}]"]
     paths = [f"model.path={folder / 'model'}", f"run_dir={folder / 'run'}", "log.report=false"]
-    run = ["steps=2", "rollout.prompts=8", "rollout.group_size=4", "update.mini_batch=16"]
-    more = ["value_pretraining.steps=0", "evaluation.max_problems=8", "checkpoint.every=1"]
+    run = ["steps=1", "rollout.prompts=8", "rollout.group_size=4", "update.mini_batch=16"]
+    more = ["value_pretraining.steps=0", "evaluation.max_problems=2", "checkpoint.every=1"]
     return [*data, *paths, *run, *more, "parallel.tp=2"]
 
 
@@ -145,7 +145,7 @@ def test_a_real_run_takes_what_was_planned(folder: Path) -> None:
         except psutil.Error:  # a process has just ended
             continue
         most = max(most, used)
-        time.sleep(0.3)
+        time.sleep(0.5)
     assert run.wait(timeout=10) == 0, run.communicate()[1][-2000:]
     config = load_config(ROOT / "configs/demos/vapo.yaml", [*settings(folder), "model.layers=portable"])
     plan = make_plan_inputs(config, planning_config(config.model.path)[1])

@@ -59,7 +59,7 @@ def test_a_run_leaves_between_checkpoints_and_continues(tmp_path: Path) -> None:
     prepare(tmp_path)
     keys = in_flight_keys("retract") | {"steps": 10, "checkpoint": {"every": 20, "keep": 3}}
     config = make_config(tmp_path, "run", **keys)
-    job = Job(config)
+    job = Job(config, forked=True)
     try:
         # Step 7 has no evaluation, in which the trainer would hear of later batches.
         job.until_phase("old_logprobs", rank=0, step=8)
@@ -74,7 +74,7 @@ def test_a_run_leaves_between_checkpoints_and_continues(tmp_path: Path) -> None:
         assert "step 7 of train is saved in " in job.output() and job.orphans() == 0
     finally:
         job.destroy()
-    again = Job(config)
+    again = Job(config, forked=True)
     try:
         assert again.wait() == 0, again.output()[-2000:]
         assert "continues from" in again.output()

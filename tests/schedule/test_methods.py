@@ -27,7 +27,7 @@ def test_a_step(name: str, warm: Path, tmp_path: Path) -> None:
     preset = load_config(ROOT / "configs/methods" / f"{name}.yaml")
     overrides = [f"{key}={json.dumps(value)}" for key, value in preset.model_dump(include=PARTS).items()]
     layout = ["parallel.tp=1", "parallel.dp=2", "rollout.prompts=4", "rollout.group_size=16"]
-    layout += ["reward.overlong.soft_punishment=false"]
+    layout += ["reward.overlong.soft_punishment=false", "data.eval=[]", "checkpoint.export_hf=false"]
     records = train(warm, preset.recipe, tmp_path / "run", "steps=1", *layout, *overrides)
     [record] = [record for record in records if record["stage"] == "train"]
     assert math.isfinite(record["policy/loss"]) and record["policy/grad_norm"] > 0

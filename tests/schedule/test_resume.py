@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,7 +50,7 @@ from megarl.training.checkpoint import (
     seal,
     write_state,
 )
-from tests.commands import run_command
+from tests.commands import Command, run_command, start_python
 from tests.ranks import RankPool
 from tests.schedule.jobs import generators_moved, write_again
 from tests.tiny_models import make_tiny_model
@@ -108,22 +107,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("resume"))
 
 
-def start(config: Config) -> subprocess.Popen[str]:
-    """Start `megarl train` as a user does: one process, which launches the ranks."""
+def start(config: Config, *, forked: bool) -> subprocess.Popen[str] | Command:
+    """Start `megarl train`: one process, which launches the ranks. forked: see tests/commands.py."""
     path = config.run_dir.with_suffix(".yaml")
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megarl", "train", str(path)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    begin = Command if forked else start_python
+    return begin(
+        ["train", str(path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
 def train(config: Config) -> str:
-    """Run to the end in a forked process and return the output.
-
-    Killed runs are separate processes with another hash seed.
-    """
+    """Run to the end in a forked process and return the output."""
     path = config.run_dir.with_suffix(".yaml")
     path.write_text(dump_config(config))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -132,7 +128,7 @@ def train(config: Config) -> str:
     return done.stdout + done.stderr
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str] | Command) -> None:
     """Kill the launcher and all its descendants with SIGKILL, each by its pid."""
     if process.poll() is not None:
         return
@@ -146,9 +142,12 @@ def kill(process: subprocess.Popen[str]) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
-def start_and_kill(config: Config) -> None:
-    """Start a run and kill it once its second checkpoint exists."""
-    process = start(config)
+def start_and_kill(config: Config, *, forked: bool = True) -> None:
+    """Start a run and kill it once its second checkpoint exists.
+
+    One that is not forked has another hash seed than the run with which it is compared.
+    """
+    process = start(config, forked=forked)
     try:
         deadline = time.monotonic() + LIMIT
         while not (config.run_dir / "checkpoints" / "step-000002").exists():
@@ -198,7 +197,7 @@ def stored(part: Path, scratch: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_run_ends_in_the_same_bits(folder: Path, undisturbed: Path) -> None:
     config = make_config(folder, folder / "killed", parallel={"tp": 2})
     checkpoints = config.run_dir / "checkpoints"
-    start_and_kill(config)
+    start_and_kill(config, forked=False)
     checkpoint, _ = find_checkpoint(config.run_dir)
     assert checkpoint is not None and checkpoint.step < config.steps, "it was done before it was killed"
     # A partial folder, as a kill during a later save leaves it, and a checkpoint with a truncated file.
@@ -291,7 +290,7 @@ def test_a_killed_run_goes_on_with_responses_that_have_not_ended(folder: Path) -
 
     undisturbed, config = make("windows"), make("windows-killed")
     train(undisturbed)
-    start_and_kill(config)
+    start_and_kill(config, forked=False)
     assert "continues from" in train(config)
     assert_same_export(config.run_dir / "hf", undisturbed.run_dir / "hf")
 

@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from tests.sglang import jobs
 from tests.sglang.test_engine import begin, check_samples, check_weights
 from tests.tiny_models import make_tiny_model
 
-SIZES: dict[str, Any] = {"vocab": 307, "hidden": 64, "ffn": 96}
+SIZES: dict[str, Any] = {"hidden": 64, "ffn": 96}
+VOCAB = 43  # small, so that the distribution of a token is known from some hundred responses
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -56,6 +57,21 @@ def start(pool: RankPool, target: Path, draft: Path, algorithm: str, **options: 
         **options,
     }
     begin(pool, "draft", target, engine_options=given, max_response_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def standalone(
+    ranks: Callable[..., RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RankPool, Path]]:
+    """Yield a rank with an engine whose draft is the model before training, and that model's folder."""
+    target = make_tiny_model(
+        tmp_path_factory.mktemp("standalone") / "target", "llama", tied=False, vocab=VOCAB, **SIZES
+    )
+    pool = ranks(1, 1, 1)
+    start(pool, target, target, "STANDALONE")
+    yield pool, target
+    if pool.alive:
+        pool.run(jobs.stop, name="draft")
 
 
 def read_draft(pool: RankPool, folder: Path) -> dict[str, torch.Tensor]:
@@ -96,69 +112,76 @@ def check_accepted(pool: RankPool, draft: Path) -> None:
     assert sum(response.accepted_drafts for response in responses) > 0
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
 def test_a_draft_changes_no_sample_and_no_transfer_changes_it(
-    algorithm: str, ranks: Callable[..., RankPool], tmp_path: Path
+    standalone: tuple[RankPool, Path], tmp_path: Path
 ) -> None:
     """Tokens are those of the transformers engine, log-probs the trainer's, at several temperatures.
 
     The engine accepts what a loop accepts. The draft's weights stay its folder's."""
-    target = make_tiny_model(tmp_path / "target", "llama", tied=False, **SIZES)
-    draft = target if algorithm == "STANDALONE" else make_eagle(tmp_path / "eagle", target)
+    pool, target = standalone
+    check_transfers(pool, tmp_path, target, is_eagle=False)
+
+
+def test_an_eagle_head_changes_no_sample_and_no_transfer_changes_it(
+    ranks: Callable[..., RankPool], tmp_path: Path
+) -> None:
+    """The same of EAGLE, whose draft shares the embeddings and the head of the model."""
+    target = make_tiny_model(tmp_path / "target", "llama", tied=False, vocab=307, **SIZES)
+    draft = make_eagle(tmp_path / "eagle", target)
     pool = ranks(1, 1, 1)
-    start(pool, target, draft, algorithm)
+    start(pool, target, draft, "EAGLE")
     try:
-        weights = []
-        for version in (0, 1):
-            dump = tmp_path / str(version)
-            dump.mkdir()
-            pool.run(jobs.deliver, name="draft", version=version, dump=dump)
-            check_weights(dump, 1)
-            if algorithm == "STANDALONE":
-                check_accepted(pool, draft)
-            for params in (SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)):
-                check_samples(pool, "draft", dump, params, version)
-            weights.append(read_draft(pool, dump))
-            pool.run(jobs.update, name="draft")
-        shared = {"lm_head.weight", "model.embed_tokens.weight"} if algorithm == "EAGLE" else set[str]()
-        assert weights[0].keys() == weights[1].keys()
-        for name in weights[0].keys() - shared:
-            assert torch.equal(weights[0][name], weights[1][name]), name
-        own = load_file(draft / "model.safetensors")
-        stem = "" if algorithm == "EAGLE" else "model."
-        for name in ("layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight"):
-            assert torch.equal(weights[1][f"model.{name}"], own[f"{stem}{name}"]), name
+        check_transfers(pool, tmp_path, draft, is_eagle=True)
     finally:
         if pool.alive:
             pool.run(jobs.stop, name="draft")
 
 
-def test_the_distribution_of_a_token_is_the_models(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """Pearson's chi-square of the third token of 600 responses to a prompt.
+def check_transfers(pool: RankPool, folder: Path, draft: Path, *, is_eagle: bool) -> None:
+    """Check samples and weights of the model and its draft, before and after an update."""
+    weights = []
+    for version in (0, 1):
+        dump = folder / str(version)
+        dump.mkdir()
+        pool.run(jobs.deliver, name="draft", version=version, dump=dump)
+        check_weights(dump, 1)
+        if not is_eagle:
+            check_accepted(pool, draft)
+        for params in (SamplingParams(48), SamplingParams(24, 0.7, 0.8, 10), SamplingParams(24, 0.0)):
+            check_samples(pool, "draft", dump, params, version)
+        weights.append(read_draft(pool, dump))
+        pool.run(jobs.update, name="draft")
+    shared = {"lm_head.weight", "model.embed_tokens.weight"} if is_eagle else set[str]()
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0].keys() - shared:
+        assert torch.equal(weights[0][name], weights[1][name]), name
+    own = load_file(draft / "model.safetensors")
+    stem = "" if is_eagle else "model."
+    for name in ("layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight"):
+        assert torch.equal(weights[1][f"model.{name}"], own[f"{stem}{name}"]), name
+
+
+def test_the_distribution_of_a_token_is_the_models(standalone: tuple[RankPool, Path], tmp_path: Path) -> None:
+    """Pearson's chi-square of the third token of 900 responses to a prompt.
 
     Expected counts are sums of Hugging Face's probabilities, given the responses' first two tokens."""
-    target = make_tiny_model(tmp_path / "target", "llama", tied=False, vocab=29, hidden=64, ffn=96)
-    pool = ranks(1, 1, 1)
-    start(pool, target, target, "STANDALONE")
-    try:
-        pool.run(jobs.deliver, name="draft", version=0, dump=tmp_path)
-        [(responses, ours)] = pool.run(
-            jobs.sample, name="draft", params=SamplingParams(3), count=600, asked=[(3, 9, 4)]
-        )
-        assert sum(r.accepted_drafts for r in responses) > 0
-        theirs = torch.tensor([x for r in responses for x in r.logprobs.tolist()])
-        assert (theirs - ours).abs().max() <= 1e-4
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-        full = [r.tokens.tolist() for r in responses if r.num_tokens == 3]
-        with torch.no_grad():
-            logits = model(torch.tensor([[3, 9, 4, *tokens[:2]] for tokens in full])).logits[:, -1]
-        expected = logits.double().softmax(-1).sum(0).numpy()
-        observed = np.bincount([tokens[2] for tokens in full], minlength=29)
-        statistic = float(((observed - expected) ** 2 / expected).sum())
-        assert statistic < 28 + 5 * math.sqrt(2 * 28), statistic  # 5 standard deviations above the mean
-    finally:
-        if pool.alive:
-            pool.run(jobs.stop, name="draft")
+    pool, _ = standalone
+    pool.run(jobs.deliver, name="draft", version=2, dump=tmp_path)
+    [(responses, ours)] = pool.run(
+        jobs.sample, name="draft", params=SamplingParams(3), count=900, asked=[(3, 9, 4)]
+    )
+    assert sum(r.accepted_drafts for r in responses) > 0
+    theirs = torch.tensor([x for r in responses for x in r.logprobs.tolist()])
+    assert (theirs - ours).abs().max() <= 1e-4
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    full = [r.tokens.tolist() for r in responses if r.num_tokens == 3]
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 9, 4, *tokens[:2]] for tokens in full])).logits[:, -1]
+    expected = logits.double().softmax(-1).sum(0).numpy()
+    observed = np.bincount([tokens[2] for tokens in full], minlength=VOCAB)
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    freedom = VOCAB - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom), statistic  # 5 standard deviations above the mean
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -121,6 +121,17 @@ def test_mxfp8_is_near_bf16(blackwell: RankPool, tmp_path: Path) -> None:
         check(found, recipe, recipe)
 
 
+def test_fp8_copies_on_blackwell_are_as_large_as_planned(blackwell: RankPool, tmp_path: Path) -> None:
+    """Rows and columns with the scales of their blocks; with one scale, rows alone."""
+    found = {
+        recipe: blackwell.run(jobs.copies, folder=tmp_path / recipe, model=fp8(recipe), transposes=False)[0]
+        for recipe in ("mxfp8", "tensorwise")
+    }
+    for updated, passed, planned in found.values():
+        assert updated == passed == pytest.approx(planned, rel=0.01)
+    assert found["mxfp8"][2] == pytest.approx(2.0625 * found["tensorwise"][2])
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_first_and_last_layer_stay_in_bf16(recipe: str, ranks: Ranks, tmp_path: Path) -> None:
     """Of four layers two: half of the products are of bf16 operands, and the result is nearer to bf16's."""

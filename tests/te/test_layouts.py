@@ -1,5 +1,7 @@
-"""Transformer Engine's layers in float32 against Hugging Face and against portable layers, over the rows of
-tests/families.py."""
+"""Transformer Engine's layers in float32 against Hugging Face, over the rows of tests/families.py.
+
+Gradients are compared with those of portable layers, which tests/parallel/test_parity.py compares with
+Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 from megarl.weights import families
 from tests.families import ROWS, Layout
 from tests.parallel import jobs, test_invariance
-from tests.parallel.test_invariance import TERMS, VOCAB, make_batch, make_batch_of, relative_difference
+from tests.parallel.test_invariance import (
+    FAST,
+    TERMS,
+    VOCAB,
+    make_batch,
+    make_batch_of,
+    relative_difference,
+)
 from tests.parallel.test_lora import draw_adapters
 from tests.parallel.test_parity import hf_logprobs, hf_values, sequences, tiny
 from tests.ranks import RankPool
@@ -24,6 +33,8 @@ RECOMPUTE = ("none", "selective", "full")
 # Of linear attention there are no such layers.
 FAMILIES = [family for family in ROWS if not families.FAMILIES[family].is_linear]
 DENSE = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+# Layouts of families whose layers are those of Qwen2 and Qwen3: the pair of TP and PP has both.
+ALIKE = [(1, 1, 1), (2, 2, 1)]
 MIXTURE = [(1, 1, 1), (2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1)]  # tp, pp, dp, ep
 
 
@@ -32,32 +43,29 @@ def te(recompute: str = "none") -> dict[str, Any]:
 
 
 def layouts_of(family: str) -> list[tuple[int, ...]]:
-    return MIXTURE if families.FAMILIES[family].is_moe else DENSE
+    if families.FAMILIES[family].is_moe:
+        return MIXTURE
+    return ALIKE if family in ("llama", "mistral") else DENSE
 
 
 @pytest.mark.shows("TE layers")
-@pytest.mark.parametrize(
-    ("family", "layout"), [(family, layout) for family in FAMILIES for layout in layouts_of(family)], ids=str
-)
-def test_logprobs_equal_hugging_face_and_portable_layers(
-    family: str, layout: Layout, ranks: Ranks, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_equal_hugging_face(family: str, ranks: Ranks, tmp_path: Path) -> None:
     prompts, responses = sequences(307)
+    dense = not families.FAMILIES[family].is_moe
     for number, options in enumerate(ROWS[family].models):
         folder = tiny(tmp_path / str(number), family, vocab=307, **options)
         temperature = 1.0 if number % 2 else 0.7
         expected = hf_logprobs(folder, prompts, responses, temperature)
         arguments = {"folder": folder, "prompts": prompts, "responses": responses, "temperature": temperature}
-        dense = not families.FAMILIES[family].is_moe
-        for sequence_parallel in (None, False) if layout[0] > 1 and dense else (None,):
-            arguments["sequence_parallel"] = sequence_parallel
-            portable = ranks(*layout).run(jobs.logprobs, **arguments)
-            # Recompute changes backward passes alone: each kind once, with gradients below.
-            found = ranks(*layout).run(jobs.logprobs, **arguments, model=te(RECOMPUTE[number % 3]))
-            for mine, theirs in zip(found, portable, strict=True):
-                for quantity, other, exact in zip(mine, theirs, expected, strict=True):
-                    assert (quantity - other).abs().max() <= 1e-5, (options, sequence_parallel)
-                    assert (quantity - exact).abs().max() <= 1e-5, (options, sequence_parallel)
+        for layout in layouts_of(family):
+            for sequence_parallel in (None, False) if layout[0] > 1 and dense else (None,):
+                arguments["sequence_parallel"] = sequence_parallel
+                # Recompute changes backward passes alone: each kind once, with gradients below.
+                found = ranks(*layout).run(jobs.logprobs, **arguments, model=te(RECOMPUTE[number % 3]))
+                for mine in found:
+                    for quantity, exact in zip(mine, expected, strict=True):
+                        assert (quantity - exact).abs().max() <= 1e-5, (options, layout, sequence_parallel)
 
 
 @pytest.mark.shows("TE layers")
@@ -72,12 +80,15 @@ def test_values_equal_hugging_face(family: str, layout: Layout, ranks: Ranks, tm
         assert (found - expected).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", sorted(FAST))
 def test_gradients_equal_those_of_portable_layers_on_one_rank(
     term: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     """At every layout of the table, with every kind of recompute; the norm that clips them, and the
-    statistics."""
+    statistics.
+
+    A term reads log-probabilities, entropies or values, whichever layers computed them. One of each kind
+    is enough; tests/parallel/test_invariance.py has all terms."""
     which, options = TERMS[term]
     kind = "token" if which == "critic" else None
     folder = make_tiny_model(
@@ -99,7 +110,9 @@ def test_gradients_of_the_other_families(family: str, ranks: Ranks, tmp_path: Pa
     arguments = {"folder": folder, "which": "actor", "batch": make_batch()}
     options = TERMS["VAPO"][1]
     expected = ranks(1, 1, 1).run(jobs.gradients, **arguments, options={**options, "budget": 10_000})[0]
-    layouts = MIXTURE if families.FAMILIES[family].is_moe else [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+    layouts = [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
+    if families.FAMILIES[family].is_moe:
+        layouts = MIXTURE if family == "qwen3_moe" else [(1, 1, 1), (2, 1, 1, 2), (1, 2, 1)]
     for number, layout in enumerate(layouts):
         chosen = {**options, "budget": 34, "model": te(RECOMPUTE[number % 3])}
         check(ranks(*layout).run(jobs.gradients, **arguments, options=chosen)[0], expected, layout)

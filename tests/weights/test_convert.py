@@ -99,15 +99,8 @@ def hf_outputs(folder: Path, family: str, classification: str | None, sequence: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)],
-    ids="tp{0[0]}-pp{0[1]}-dp{0[2]}-ep{0[3]}".format,
-)
-def test_megatron_loads_what_was_converted(
-    layout: tuple[int, int, int, int], ranks: Ranks, tmp_path: Path
-) -> None:
-    """`dist_checkpointing.load` with the model's own sharded_state_dict, in another layout than the files'.
+def test_megatron_loads_what_was_converted(ranks: Ranks, tmp_path: Path) -> None:
+    """`dist_checkpointing.load` with the model's own sharded_state_dict, in other layouts than the files'.
 
     Parameters bit for bit, and logits (a critic's: values) of the model that was loaded so.
     """
@@ -116,19 +109,21 @@ def test_megatron_loads_what_was_converted(
         for size in (2, 24)
     ]
     for number, (family, options, sizes) in enumerate(MODELS):
-        if layout[3] > 1 and not FAMILIES[family].is_moe:
-            continue
         folder = make_tiny_model(tmp_path / str(number), family, **options)  # type: ignore[arg-type]
         kind, checkpoint = options.get("classification"), tmp_path / f"{number}m"
         hf_to_megatron(folder, checkpoint, conversion_layout(*sizes), critic=kind is not None)
         expected = [hf_outputs(folder, family, kind, sequence) for sequence in sequences]
         arguments = {"folder": folder, "checkpoint": checkpoint, "sequences": sequences}
-        for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, critic=kind is not None, **arguments):
-            assert wrong == [], (family, options)
-            if layout[1] == 1:
-                for found, wanted in zip(outputs, expected, strict=True):
-                    assert wanted.abs().max() > 0.01
-                    assert (found[:, : wanted.shape[1]] - wanted).abs().max() <= 1e-5, (family, options)
+        arguments["critic"] = kind is not None
+        of_experts = [(2, 1, 1, 2)] if FAMILIES[family].is_moe else []
+        for layout in [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), *of_experts]:
+            for wrong, outputs in ranks(*layout).run(jobs.load_checkpoint, **arguments):
+                assert wrong == [], (family, options, layout)
+                if layout[1] == 1:
+                    for found, wanted in zip(outputs, expected, strict=True):
+                        assert wanted.abs().max() > 0.01
+                        difference = (found[:, : wanted.shape[1]] - wanted).abs().max()
+                        assert difference <= 1e-5, (family, options, layout)
 
 
 @pytest.mark.slow
@@ -239,11 +234,11 @@ def test_boxes_of_a_checkpoint_are_those_of_slicing(tmp_path: Path) -> None:
 def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3_moe", dtype=BF16, max_shard_bytes=20_000)
     back = tmp_path / "back"
-    for command in (
-        ["to-megatron", folder, tmp_path / "megatron", "--tp", "2", "--verify"],
-        ["to-hf", tmp_path / "megatron", back, "--verify"],
+    for processes, command in (
+        (3, ["to-megatron", folder, tmp_path / "megatron", "--tp", "2", "--verify"]),
+        (2, ["to-hf", tmp_path / "megatron", back, "--verify"]),
     ):
-        run = torchrun(3, command)
+        run = torchrun(processes, command)
         assert run.returncode == 0, run.stderr[-2000:]
         assert "compared with the source" in run.stdout
     assert same_bits(folder_tensors(folder), folder_tensors(back))
@@ -283,7 +278,7 @@ print("GREW", peak() - before)
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """Far below the limit of 1.5 x the largest tensor + 512 MiB: the second term is 48 MiB here, and the
-    model is 7 times the first."""
+    model is 8 times the first."""
     folder = make_tiny_model(
         tmp_path / "model",
         "qwen2",
@@ -291,8 +286,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         ffn=4096,
         heads=16,
         kv_heads=2,
-        vocab=20_011,
-        layers=14,
+        vocab=10_007,
+        layers=8,
         dtype=BF16,
         tied=True,
     )
