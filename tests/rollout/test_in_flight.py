@@ -466,9 +466,13 @@ class Hub:
 
 
 def collect(
-    choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool
+    choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool, every: int = 100
 ) -> list[tuple[int, StepGroups]]:
-    """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there."""
+    """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there.
+
+    At each batch, every prompt that was taken is in one batch or still to be sampled.
+
+    every: steps between evaluations"""
     config = Config(
         recipe="dapo",
         run_dir=Path("runs/x"),
@@ -478,38 +482,56 @@ def collect(
         parallel={"rollout_ranks": 1},  # type: ignore[arg-type]
         schedule={"in_flight": "retract", "max_staleness": staleness},  # type: ignore[arg-type]
     )
-    numbers: Iterator[int] = iter(range(10**6))
-    hub = Hub(choose, [])
-    controller = InFlightController(
-        config,
-        hub,
-        1,
-        lambda n: [Prompt(next(numbers), "", (1,), "") for _ in range(n)],  # type: ignore[arg-type]
-    )
+    hub, taken = Hub(choose, []), list[Prompt]()
+
+    def take_prompts(n: int) -> list[Prompt]:
+        prompts = [Prompt(len(taken) + i, "", (1,), "") for i in range(n)]
+        taken.extend(prompts)
+        return prompts
+
+    controller = InFlightController(config, hub, 1, take_prompts)  # type: ignore[arg-type]
     lead = config.schedule.lead
     stored: list[tuple[int, StepGroups]] = []
     hub.events += [m.CollectRollout("train", n, 0) for n in range(2, 2 + lead)]
 
     async def store(order: m.CollectRollout, result: StepGroups) -> None:
         stored.append((order.number, result))
+        uids = [group.prompt.uid for _, (groups, _, _) in stored for group in groups]
+        uids += [request.prompt.uid for request in controller.pending_requests()]
+        assert dynamic or sorted(uids) == list(range(len(taken)))
         if len(stored) == steps:
             hub.events.append(m.Shutdown())
             return
         trained = len(stored)
         after = delays[trained % len(delays)]
         hub.events += [*[m.KeepAlive()] * after, m.TransferWeights(trained)]
+        hub.events += [m.RunEvaluation(trained)] * (trained % every == 0)
         if trained + 1 + lead <= steps:
             hub.events.append(m.CollectRollout("train", trained + 1 + lead, 0))
 
-    asyncio.run(asyncio.wait_for(controller.serve(m.CollectRollout("train", 1, 0), store), 60))
-    assert isinstance(controller.orders[0], m.Shutdown)
+    async def serve(order: m.Order | None) -> None:
+        """Follow orders like EngineRank."""
+        while not isinstance(order, m.Shutdown):
+            if isinstance(order, m.CollectRollout):
+                await controller.serve(order, store)
+            elif isinstance(order, m.TransferWeights):
+                await hub.send_all(order)
+            order = await controller.next_order(0.0)
+
+    asyncio.run(asyncio.wait_for(serve(m.CollectRollout("train", 1, 0)), 60))
     return stored
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.data())
+@given(
+    st.integers(1, 6),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 100]),
+    st.data(),
+)
 @settings(max_examples=25, deadline=None)
 def test_no_batch_has_tokens_that_are_too_old(
-    staleness: int, delays: list[int], dynamic: bool, data: st.DataObject
+    staleness: int, delays: list[int], dynamic: bool, every: int, data: st.DataObject
 ) -> None:
     """In any order of finished responses each step gets its groups once, and none is too old."""
 
@@ -518,7 +540,7 @@ def test_no_batch_has_tokens_that_are_too_old(
             return []
         return data.draw(st.lists(st.sampled_from(running), min_size=1, max_size=4, unique=True))
 
-    stored = collect(choose, 8, staleness, delays, dynamic=dynamic)
+    stored = collect(choose, 8, staleness, delays, dynamic=dynamic, every=every)
     assert [number for number, _ in stored] == list(range(1, 9))
     uids: list[int] = []
     for number, (groups, stats, _) in stored:
