@@ -80,7 +80,7 @@ class InFlightRank(EngineRank):
         rollout_rank.collect_in_flight(order, transfer, store, lambda: self.watchdog.phase("rollout"))
 
     def _reuse(self, source: Path, number: int) -> m.RolloutStored:
-        """Copy a checkpoint's batch. An event says if it is older than a bound that was lowered since."""
+        """Copy a checkpoint's batch. Report it if it is older than a bound that was lowered since."""
         stored, bound = super()._reuse(source, number), self.config.schedule.max_staleness
         stats = read_manifest(manifest_path(source.parent, number))["state"]["stats"]
         oldest = max((int(name.removeprefix(SHARE)) for name in stats if name.startswith(SHARE)), default=0)
