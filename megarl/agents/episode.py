@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from megarl.data.sample import DTYPES, TokenData
 from megarl.rewards.verdict import Verdict
 from megarl.rollout.episode import EngineClient, EpisodeAborted, generate_turn
 from megarl.rollout.sampling import SamplingParams, environment_seed, turn_seed
+
+TICK = 1.0  # seconds between looks at the event loop's delay
 
 
 class EpisodeTruncated(BaseException):
@@ -260,7 +262,7 @@ class Policy:
     async def _run_here(self, tool: Any, arguments: Any, keywords: Any) -> Result[str]:
         limit = asyncio.timeout(self.limits.seconds)
         try:
-            async with limit:
+            async with limit, extend_when_blocked(limit):
                 value = await tool(*arguments, **keywords)
             return Result(format_observation(value, self.limits.observation))
         except Exception as error:  # noqa: BLE001 (the policy may read a tool's error)
@@ -335,6 +337,26 @@ class Policy:
         if [entry[::2] for entry in data.journal] == [["turn", data.finish_reason]]:
             data.journal = []
         return data
+
+
+@asynccontextmanager
+async def extend_when_blocked(limit: asyncio.Timeout) -> AsyncIterator[None]:
+    """Extend a limit by the time in which the event loop is blocked, as by a weight transfer."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def tick(due: float) -> None:
+        nonlocal timer
+        late, when = loop.time() - due, limit.when()
+        if late > TICK and when is not None and not limit.expired():
+            limit.reschedule(when + late)
+        timer = loop.call_later(TICK, tick, loop.time() + TICK)
+
+    timer = loop.call_later(TICK, tick, loop.time() + TICK)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # None: the verifier grades the response.

@@ -75,6 +75,7 @@ class Controller:
         self.lengths: dict[int, float] = {}  # by uid: GroupRequest.expected
         self.orders: list[m.Order] = []
         self.orders_underway = 0  # passed on to workers, and not followed yet by the first one
+        self.newest_transfer = -1  # version of the last transfer that was passed on
         self.next_id = 1
         self.start_rollout(SamplingParams(0))
 
@@ -194,8 +195,9 @@ class Controller:
                     self.dispatcher.finish(engine, version, samples, busy_seconds)
                 case m.ToolWaitCount(count):
                     self.dispatcher.engines[engine].waiting_for_tool = count
-                case m.RankFailed("EngineFailure", text):
-                    self._failures[rank] = text
+                case m.RankFailed("EngineFailure", text, version):
+                    if version >= self.newest_transfer:  # else that transfer restarts the engine
+                        self._failures[rank] = text
                 case m.RankFailed(error, text):
                     raise errors.error_class(error)(text)
                 case m.SamplesAborted() | m.TokenDataReply():

@@ -60,7 +60,8 @@ class InFlightController(Controller):
         """Pass on new weights and note ordered steps. Return whether that was all."""
         while self.orders:
             match self.orders[0]:
-                case m.TransferWeights():
+                case m.TransferWeights(version):
+                    self.newest_transfer = version
                     await self.pass_on(self.orders[0])
                 case m.CollectRollout(stage, _, done) if stage == TRAIN:
                     self.steps.append(self.orders[0])

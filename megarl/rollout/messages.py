@@ -120,8 +120,11 @@ class ToolWaitCount(Message):
 
 
 class RankFailed(Message):
+    """version: of the engine's weights, if the error is EngineFailure"""
+
     error: str
     text: str
+    version: int = -1
 
 
 class SamplesAborted(Message):

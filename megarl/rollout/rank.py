@@ -184,6 +184,7 @@ class RolloutRank:
                 await controller.pass_on(message)
                 # The stored state must be that of this moment: no group may be in the next batch yet.
                 await is_stored.wait()
+                controller.hub.reset_silence()  # a restart before it may have taken long
 
             await controller.serve(first, send)
             return [], {}, {}

@@ -177,6 +177,7 @@ class Worker:
                     self.on_keep_alive()
                 case m.TransferWeights(version):
                     await self.client.call_between_polls(self.transfer, version)
+                    self.client.recovered.set()  # the transfer has restarted an engine that had failed
                     last_heard = time.monotonic()
                 case m.StoreRollout():
                     await self.store(message)
@@ -246,7 +247,8 @@ class Worker:
             await asyncio.wait(tasks, timeout=self.config.rollout.turns.seconds)
 
     async def _report_failure(self, failure: EngineFailure) -> None:
-        await self.link.send(m.RankFailed(type(failure).__name__, str(failure)))
+        error, version = type(failure).__name__, self.engine.weight_version
+        await self.link.send(m.RankFailed(error, str(failure), version))
 
     async def _report_graded(self, samples: Sequence[Sample]) -> None:
         self.graded |= {sample.id: sample for sample in samples}

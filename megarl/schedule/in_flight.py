@@ -13,8 +13,10 @@ from megarl.parallel.comm import gather_objects
 from megarl.parallel.runtime import Ranks, Runtime
 from megarl.rollout import messages as m
 from megarl.schedule.ahead import EngineRank, RemoteGeneration, list_stored_files, remove_rollouts
-from megarl.schedule.rollouts import rollouts_folder
+from megarl.schedule.rollouts import manifest_path, read_manifest, rollouts_folder
 from megarl.sync.weight_sync import WeightSync
+
+SHARE = "staleness/share_"
 
 
 class InFlightGeneration(RemoteGeneration):
@@ -77,6 +79,16 @@ class InFlightRank(EngineRank):
         enter_phase("rollout", TRAIN, order.number)
         rollout_rank.collect_in_flight(order, transfer, store, lambda: self.watchdog.phase("rollout"))
 
+    def _reuse(self, source: Path, number: int) -> m.RolloutStored:
+        """Copy a checkpoint's batch. Report it if it is older than a bound that was lowered since."""
+        stored, bound = super()._reuse(source, number), self.config.schedule.max_staleness
+        stats = read_manifest(manifest_path(source.parent, number))["state"]["stats"]
+        oldest = max((int(name.removeprefix(SHARE)) for name in stats if name.startswith(SHARE)), default=0)
+        if oldest > bound:
+            what = f"step {number} trains on tokens up to {oldest} versions old, which the checkpoint holds"
+            stored.events.append(f"{what}; schedule.max_staleness is now {bound}")
+        return stored
+
 
 def measure_staleness(batch: RolloutBatch, number: int, ranks: Ranks) -> dict[str, float]:
     """Return staleness/share_<n>: the share of tokens that weights n versions older sampled. Collective."""
@@ -86,4 +98,4 @@ def measure_staleness(batch: RolloutBatch, number: int, ranks: Ranks) -> dict[st
     for theirs in gather_objects(ranks, dict(local_counts), dict[int, int]):
         counts.update(theirs)
     total = max(1, counts.total())
-    return {f"staleness/share_{n}": count / total for n, count in sorted(counts.items())}
+    return {f"{SHARE}{n}": count / total for n, count in sorted(counts.items())}

@@ -524,6 +524,25 @@ def test_a_tools_own_timeout_is_not_the_limit() -> None:
     assert asyncio.run(errors()) == ["TimeoutError: no table is free", "timeout after 0.05 s"]
 
 
+def test_a_tools_limit_counts_no_time_in_which_the_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight transfer blocks the loop. The tool's answer comes in that time."""
+    monkeypatch.setattr("megarl.agents.episode.TICK", 0.01)
+
+    async def look_up() -> str:
+        loop, has_answer = asyncio.get_running_loop(), asyncio.Event()
+        loop.call_soon(time.sleep, 0.3)
+        loop.call_later(0.05, has_answer.set)
+        await has_answer.wait()
+        return "12"
+
+    async def call() -> str:
+        policy = ScriptedPolicy(prompt_of([5]), merging_tokenizer(), [])
+        policy.limits = TurnsConfig(seconds=0.2)
+        return await policy.call(look_up)
+
+    assert asyncio.run(call()) == "12"
+
+
 def test_what_is_aborted_while_it_is_run_again_loses_nothing() -> None:
     """The first run had two turns; the second is aborted after one or both of them."""
     script, prompt = ["one", "two"], prompt_of([5])

@@ -171,6 +171,10 @@ class Server(Http):
             case "/continue_generation":
                 self.paused = False
                 return web.json_response({"status": "ok"})
+            case "/update_weight_version":
+                assert self.paused and not body["abort_all_requests"]
+                self.model_info["weight_version"] = body["new_version"]
+                return self.done(True, "")
             case "/begin_weight_update":
                 return self.done(
                     not self.session_open, "a weight-update session is already open", is_open=True
@@ -203,8 +207,13 @@ class Server(Http):
         for name, tensor in tensors:
             assert mine[name].shape == tensor.shape and mine[name].dtype == tensor.dtype, name
             assert tensor.untyped_storage().nbytes() == tensor.nbytes, "more was sent than the tensor"
-            mine[name].detach().copy_(tensor)
-        self.model_info["weight_version"] = body["weight_version"]
+        return self.adopt(dict(tensors), body)
+
+    def adopt(self, tensors: dict[str, Tensor], body: dict[str, Any]) -> web.Response:
+        for name, tensor in tensors.items():
+            self.weights[name].detach().copy_(tensor)
+        if body["weight_version"] is not None:
+            self.model_info["weight_version"] = body["weight_version"]
         if body["flush_cache"]:
             self.engine.end_update(0)
         return self.done(True, "")
@@ -226,6 +235,8 @@ class Server(Http):
         waits = [asyncio.ensure_future(event.wait()) for event in (self.go, stopped)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            while self.paused and not stopped.is_set():
+                await asyncio.sleep(0.005)
         finally:
             for wait in waits:
                 wait.cancel()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.config.schema import Config
+from megarl.agents.chat import opening_tokens
+from megarl.agents.endpoint import Endpoint
+from megarl.agents.episode import Policy
+from megarl.config.errors import EngineFailure
+from megarl.config.schema import Config, TurnsConfig
 from megarl.data.batch import RolloutBatch
 from megarl.data.prompts import Prompt
 from megarl.data.sample import Sample, SampleGroup, TokenData
@@ -28,9 +34,11 @@ from megarl.rollout import messages as m
 from megarl.rollout.controller import StepGroups
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.transformers_engine import TransformersEngine
+from megarl.rollout.episode import EngineClient
 from megarl.rollout.in_flight import InFlightController
 from megarl.rollout.rank import RolloutRank
 from megarl.rollout.sampling import SamplingParams
+from tests.agents.talk import CHATML, merging_tokenizer
 from tests.rollout.conftest import LIMIT, TINIEST, threads
 from tests.rollout.test_streaming import OddText
 from tests.tiny_models import make_tiny_model
@@ -104,6 +112,82 @@ def test_keep_reads_the_old_cache(folder: Path) -> None:
         assert 0 < old.sum() < 24 and np.array_equal(kept[i].tokens[old], retracted[i].tokens[old])
         differs |= not np.allclose(kept[i].logprobs, retracted[i].logprobs)
     assert differs
+
+
+async def play_with_tool(prompt: Prompt, policy: Policy, wait: Callable[[], Awaitable[None]]) -> None:
+    async def look_up() -> str:
+        await wait()
+        return "12"
+
+    await policy.generate(max_tokens=12)
+    policy.observe(await policy.call(look_up))
+    await policy.generate(max_tokens=8)
+
+
+async def play_as_agent(prompt: Prompt, policy: Policy, wait: Callable[[], Awaitable[None]]) -> None:
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> bool:
+        messages: list[Any] = [{"role": "user", "content": "one"}]
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as session:
+            for limit in (12, 8):
+                body = {"messages": messages, "max_tokens": limit}
+                async with session.post(f"{base_url}/chat/completions", json=body) as answer:
+                    reply = await answer.json()
+                messages += [reply["choices"][0]["message"], {"role": "user", "content": "two"}]
+                await wait()
+        return True
+
+    endpoint = Endpoint(policy.tokenizer, LIMIT)
+    try:
+        await endpoint.episode(agent)(prompt, policy)
+    finally:
+        await endpoint.close()
+
+
+@pytest.mark.parametrize("play", [play_with_tool, play_as_agent])
+def test_tokens_of_episodes_have_their_versions(folder: Path, play: Any) -> None:
+    """Weights change in the first turn, and once more before the second one."""
+    tokenizer, engine = merging_tokenizer(CHATML), TransformersEngine(folder, max_batch=4)
+    engine.start()
+    set_weights(engine, 0)
+    steps = list[int]()
+    engine.should_end_poll = lambda: steps.append(1) is None  # a poll is one decoding step
+    prompt_tokens = opening_tokens(tokenizer) if play is play_as_agent else (3, 9, 4)
+    prompt = Prompt(0, "one", tuple(prompt_tokens), "one")
+
+    async def run() -> TokenData:
+        async def update(version: int) -> None:
+            set_weights(engine, version)
+
+        async def change_weights() -> None:
+            while len(steps) < 5:
+                await asyncio.sleep(0)
+            await client.call_between_polls(update, 1)
+
+        async def wait() -> None:
+            await client.call_between_polls(update, 2)
+
+        client = EngineClient(engine, threads, continuous_batching=False, weights_change=True)
+        limits = TurnsConfig(max_tokens=200)
+        policy = Policy(prompt, client, 5, SamplingParams(40), None, tokenizer, limits, lenient=True)
+        async with asyncio.TaskGroup() as group:
+            busy = group.create_task(client.keep_busy(AsyncMock()))
+            group.create_task(change_weights())
+            await play(prompt, policy, wait)
+            busy.cancel()
+        return policy.result()
+
+    with ThreadPoolExecutor(1) as threads:
+        data = asyncio.run(asyncio.wait_for(run(), LIMIT))
+    assert data.is_sampled is not None and data.policy_versions is not None
+    ends = np.flatnonzero(np.diff(data.is_sampled)) + 1
+    parts = zip(np.split(data.is_sampled, ends), np.split(data.policy_versions, ends), strict=True)
+    turns = [set(versions.tolist()) for is_sampled, versions in parts if is_sampled[0]]
+    assert turns == [{0, 1}, {2}]
+    assert Sample.from_data(data, 0, finish_reason="stop").oldest_version == 0
+    for version in range(3):
+        expected = compute_logprobs(folder, [*prompt.tokens], data.tokens.tolist(), version).numpy()
+        mask = data.is_sampled & (data.policy_versions == version)
+        assert np.allclose(data.logprobs[mask], expected[mask], atol=1e-5), version
 
 
 @given(st.dictionaries(st.integers(1, 30), st.integers(1, 3), max_size=3), st.booleans())
@@ -184,8 +268,8 @@ class Trainers:
         self._context.term()
 
 
-def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
-    """Ranks whose engines would poll without end follow a transfer, and store a batch."""
+def run_ranks(folder: Path, engines: list[HeldEngine], train: Any, log: list[tuple[str, int]]) -> None:
+    """Run `train` with trainers and the ranks' engines; log what each rank does. Two steps of one group."""
     config = Config(
         recipe="dapo",
         run_dir=Path("runs/x"),
@@ -197,10 +281,10 @@ def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
             "max_response_tokens": 8,
             "dynamic_sampling": {"enabled": False},
         },
-        parallel={"rollout_ranks": 2, "timeout": LIMIT},  # type: ignore[arg-type]
+        parallel={"rollout_ranks": len(engines), "timeout": LIMIT},  # type: ignore[arg-type]
         schedule={"in_flight": "retract", "max_staleness": 2},  # type: ignore[arg-type]
     )
-    engines, runtimes, log = [HeldEngine(folder) for _ in range(2)], threads(2), list[tuple[str, int]]()
+    runtimes = threads(len(engines))
     tokenizer, ranks = AutoTokenizer.from_pretrained(folder), dict[int, RolloutRank]()
     numbers: Iterator[int] = iter(range(10**6))
 
@@ -211,7 +295,7 @@ def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
         engines[i].start()
         set_weights(engines[i], 0)
         inputs = config, runtimes[i], engines[i], OddText(), tokenizer
-        ranks[i] = RolloutRank(*inputs, take_prompts=take_prompts)
+        ranks[i] = RolloutRank(*inputs, lambda _: log.append(("restart", i)), take_prompts)
 
     def collect_on_rank(i: int) -> None:
         def transfer(version: int) -> None:
@@ -227,8 +311,20 @@ def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
         finally:
             ranks[i].close()
 
-    async def train() -> None:
-        trainers, (first, second) = Trainers(ranks[0]), engines
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(start_rank, range(len(engines))))
+        running = [pool.submit(collect_on_rank, i) for i in range(len(engines))]
+        asyncio.run(train(ranks[0]))
+        for future in running:
+            future.result(LIMIT)
+
+
+def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
+    """Ranks whose engines would poll without end follow a transfer, and store a batch."""
+    engines, log = [HeldEngine(folder) for _ in range(2)], list[tuple[str, int]]()
+
+    async def train(rank: RolloutRank) -> None:
+        trainers, (first, second) = Trainers(rank), engines
         try:
             # The four responses of two steps: two of them are on each engine.
             await trainers.link.send(m.CollectRollout("train", 2, 0))
@@ -262,12 +358,48 @@ def test_orders_end_polls_on_all_ranks(folder: Path) -> None:
             first.is_held = second.is_held = False
             await trainers.close()
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(start_rank, range(2)))
-        running = [pool.submit(collect_on_rank, i) for i in range(2)]
-        asyncio.run(train())
-        for future in running:
-            future.result(LIMIT)
+    run_ranks(folder, engines, train, log)
+
+
+class FailingEngine(HeldEngine):
+    """An engine that fails in the poll that an order ends, until it gets weights."""
+
+    has_failed = False
+
+    def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
+        was_held, responses = self.is_held, super().poll(seconds)
+        if was_held or self.has_failed:
+            self.is_held, self.has_failed = False, True
+            raise EngineFailure("it died")
+        return responses
+
+    def end_update(self, version: int) -> None:
+        super().end_update(version)
+        self.has_failed = False
+
+
+def test_a_transfer_restarts_a_failed_engine_once(folder: Path) -> None:
+    """The engine fails when the transfer is already on its way, and its report comes after it."""
+    engines, log = [HeldEngine(folder), FailingEngine(folder)], list[tuple[str, int]]()
+
+    async def train(rank: RolloutRank) -> None:
+        trainers, second = Trainers(rank), engines[1]
+        try:
+            await trainers.wait_until(lambda: [engine.running for engine in engines] == [1, 1])
+            second.is_held = True
+            await trainers.wait_until(second.is_polling.is_set)
+            await trainers.link.send(m.TransferWeights(1))
+            assert await trainers.receive() == m.TransferReady(1)
+            for engine in engines:
+                engine.allowed = 1
+            answer = await trainers.receive()
+            assert isinstance(answer, m.RolloutStored)
+            await trainers.wait_until(lambda: ("step 1", 1) in log)
+            assert not any(name == "restart" for name, _ in log)
+        finally:
+            await trainers.close()
+
+    run_ranks(folder, engines, train, log)
 
 
 def test_an_abort_returns_what_there_is(folder: Path) -> None:
@@ -334,9 +466,13 @@ class Hub:
 
 
 def collect(
-    choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool
+    choose: Any, steps: int, staleness: int, delays: list[int], *, dynamic: bool, every: int = 100
 ) -> list[tuple[int, StepGroups]]:
-    """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there."""
+    """Run the controller with trainers that finish step k `delays[k]` messages after its batch is there.
+
+    At each batch, every prompt that was taken is in one batch or still to be sampled.
+
+    every: steps between evaluations"""
     config = Config(
         recipe="dapo",
         run_dir=Path("runs/x"),
@@ -346,38 +482,56 @@ def collect(
         parallel={"rollout_ranks": 1},  # type: ignore[arg-type]
         schedule={"in_flight": "retract", "max_staleness": staleness},  # type: ignore[arg-type]
     )
-    numbers: Iterator[int] = iter(range(10**6))
-    hub = Hub(choose, [])
-    controller = InFlightController(
-        config,
-        hub,
-        1,
-        lambda n: [Prompt(next(numbers), "", (1,), "") for _ in range(n)],  # type: ignore[arg-type]
-    )
+    hub, taken = Hub(choose, []), list[Prompt]()
+
+    def take_prompts(n: int) -> list[Prompt]:
+        prompts = [Prompt(len(taken) + i, "", (1,), "") for i in range(n)]
+        taken.extend(prompts)
+        return prompts
+
+    controller = InFlightController(config, hub, 1, take_prompts)  # type: ignore[arg-type]
     lead = config.schedule.lead
     stored: list[tuple[int, StepGroups]] = []
     hub.events += [m.CollectRollout("train", n, 0) for n in range(2, 2 + lead)]
 
     async def store(order: m.CollectRollout, result: StepGroups) -> None:
         stored.append((order.number, result))
+        uids = [group.prompt.uid for _, (groups, _, _) in stored for group in groups]
+        uids += [request.prompt.uid for request in controller.pending_requests()]
+        assert dynamic or sorted(uids) == list(range(len(taken)))
         if len(stored) == steps:
             hub.events.append(m.Shutdown())
             return
         trained = len(stored)
         after = delays[trained % len(delays)]
         hub.events += [*[m.KeepAlive()] * after, m.TransferWeights(trained)]
+        hub.events += [m.RunEvaluation(trained)] * (trained % every == 0)
         if trained + 1 + lead <= steps:
             hub.events.append(m.CollectRollout("train", trained + 1 + lead, 0))
 
-    asyncio.run(asyncio.wait_for(controller.serve(m.CollectRollout("train", 1, 0), store), 60))
-    assert isinstance(controller.orders[0], m.Shutdown)
+    async def serve(order: m.Order | None) -> None:
+        """Follow orders like EngineRank."""
+        while not isinstance(order, m.Shutdown):
+            if isinstance(order, m.CollectRollout):
+                await controller.serve(order, store)
+            elif isinstance(order, m.TransferWeights):
+                await hub.send_all(order)
+            order = await controller.next_order(0.0)
+
+    asyncio.run(asyncio.wait_for(serve(m.CollectRollout("train", 1, 0)), 60))
     return stored
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.data())
+@given(
+    st.integers(1, 6),
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 100]),
+    st.data(),
+)
 @settings(max_examples=25, deadline=None)
 def test_no_batch_has_tokens_that_are_too_old(
-    staleness: int, delays: list[int], dynamic: bool, data: st.DataObject
+    staleness: int, delays: list[int], dynamic: bool, every: int, data: st.DataObject
 ) -> None:
     """In any order of finished responses each step gets its groups once, and none is too old."""
 
@@ -386,7 +540,7 @@ def test_no_batch_has_tokens_that_are_too_old(
             return []
         return data.draw(st.lists(st.sampled_from(running), min_size=1, max_size=4, unique=True))
 
-    stored = collect(choose, 8, staleness, delays, dynamic=dynamic)
+    stored = collect(choose, 8, staleness, delays, dynamic=dynamic, every=every)
     assert [number for number, _ in stored] == list(range(1, 9))
     uids: list[int] = []
     for number, (groups, stats, _) in stored:

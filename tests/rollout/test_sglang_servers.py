@@ -4,6 +4,7 @@ tests/sglang/test_servers.py has a real SGLang server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -18,7 +19,14 @@ from safetensors.torch import load_file
 from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, EngineError, EngineFailure
-from megarl.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megarl.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
 from megarl.data.sample import TokenData
 from megarl.parallel.layout import Layout
 from megarl.plan.fit import find_problem
@@ -46,6 +54,7 @@ from tests.tiny_models import make_tiny_model
 PARAMS = SamplingParams(12)
 UPDATE = (
     "/pause_generation",
+    "/update_weight_version",
     "/begin_weight_update",
     "/update_weights_from_tensor",
     "/end_weight_update",
@@ -74,7 +83,7 @@ def serve(folder: Path) -> Iterator[Callable[..., list[Server]]]:
         server.close()
 
 
-def configured(folder: Path, servers: list[Server], **rollout: Any) -> Config:
+def configured(folder: Path, servers: list[Server], in_flight: Any = "none", **rollout: Any) -> Config:
     keys: dict[str, Any] = {
         "max_response_tokens": 40,
         "transfer_bucket": 1,
@@ -91,6 +100,7 @@ def configured(folder: Path, servers: list[Server], **rollout: Any) -> Config:
         data=DataConfig(max_prompt_tokens=32),
         parallel=ParallelConfig(device="cpu", timeout=WAIT * 2),
         rollout=RolloutConfig(engine="sglang_url", urls=urls, **keys),
+        schedule=ScheduleConfig(in_flight=in_flight),
     )
 
 
@@ -175,7 +185,7 @@ def test_responses_are_those_of_the_weights_that_were_sent(serve, train) -> None
         client.update(version)
         for server in servers:
             client.check_weights(server, version)
-            assert server.paths(*UPDATE)[-5:] == list(UPDATE)
+            assert server.paths(*UPDATE)[-6:] == list(UPDATE)
         client.check(asked(), client.engine.generate(asked(), PARAMS))
         assert all(server.paths("/generate") for server in servers), "both have had something to do"
     warm = SamplingParams(30, 0.7, 0.9, 20, stop=("5",))
@@ -197,8 +207,8 @@ def test_a_large_model_goes_in_buckets(tmp_path: Path) -> None:
     client.check_weights(server, 3)
     sent = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in sent] == [False] * (len(sizes) - 1) + [True]
-    is_updating = [body["weight_version"].endswith("-updating") for body in sent]
-    assert is_updating == [True] * (len(sizes) - 1) + [False]
+    versions = [body["weight_version"] for body in sent]
+    assert versions == [None] * (len(sizes) - 1) + [client.engine.name_version(3)]
     client.engine.stop()
     server.close()
 
@@ -524,6 +534,62 @@ def test_the_router_is_asked_and_its_servers_get_the_weights(serve, train) -> No
         router.close()
 
 
+@pytest.mark.parametrize("loads_half", [True, False])
+def test_a_router_brings_no_answer_of_weights_that_an_update_has_missed(
+    serve, train, loads_half: bool
+) -> None:
+    """A router forwards to a server that an update has left out, with half of the weights or the old ones.
+
+    The next update makes it generate again, before it has the weights."""
+    servers = serve()
+    router = Router(servers)
+    router.start()
+    try:
+        client = train(servers, router=router.url, in_flight="retract")
+        client.update(0)
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        load = servers[1].load
+
+        def fail(body: dict[str, Any]) -> Any:
+            if loads_half:
+                load({**body, "weight_version": None})
+            return servers[1].done(False, "no room")
+
+        servers[1].load = fail  # type: ignore[method-assign]
+        (note,) = client.update(1)
+        assert "no room" in note
+        if not loads_half:
+            servers[1].model_info["weight_version"] = client.engine.name_version(0)
+        servers[1].paused = servers[1].session_open = False
+        servers[1].asked.clear()
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        assert servers[1].paths("/generate"), "the router has asked it"
+    finally:
+        router.close()
+
+
+@pytest.mark.parametrize("is_in_flight", [True, False])
+def test_a_server_that_reports_no_versions_of_tokens(serve, train, is_in_flight: bool) -> None:
+    """A custom build's number does not say whether it reports them."""
+    servers = serve(1)
+    servers[0].server_info["version"] = "custom"
+    said = servers[0].said
+
+    def answer(made: TokenData, finish: str) -> dict[str, Any]:
+        reply = said(made, finish)
+        del reply["meta_info"]["weight_versions"]
+        return reply
+
+    servers[0].said = answer  # type: ignore[method-assign]
+    client = train(servers, in_flight="retract" if is_in_flight else "none")
+    client.update(0)
+    if not is_in_flight:
+        client.check(asked(), client.engine.generate(asked(), PARAMS))
+        return
+    with pytest.raises(ConfigError, match=r"^schedule.in_flight: this SGLang does not report each token's"):
+        client.engine.generate(asked(), PARAMS)
+
+
 def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) -> None:
     """Four ranks, two per client, three servers: each server gets its weights from one client."""
     servers = serve(3)
@@ -549,6 +615,60 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     second.reference.end_update(1)
     servers[1].stop()  # the client's only server; the other client's servers answer its requests
     second.check(asked(), second.engine.generate(asked(), PARAMS))
+    for client in clients:
+        client.engine.stop()
+
+
+def test_no_server_is_paused_while_another_is_awaited(serve, train, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = serve()
+    client = train(servers, in_flight="retract")
+    client.update(0)
+    servers[1].stop()
+    client.update(1)
+    servers[1].come_back()
+    answer, paused = servers[1].answer, list[bool]()
+
+    async def answer_late(request: Any, path: str, body: Any) -> Any:
+        while path == "/model_info" and len(paused) < 100:
+            await asyncio.sleep(0.001)
+            paused.append(servers[0].paused)
+        return await answer(request, path, body)
+
+    monkeypatch.setattr(servers[1], "answer", answer_late)
+    client.update(2)
+    assert len(paused) >= 100 and not any(paused)
+    client.check_weights(servers[1], 2)
+
+
+def test_an_update_of_another_clients_server_aborts_and_continues(serve, folder: Path) -> None:
+    """A client whose server is dead uses another client's, whose updates it does not make."""
+    servers = serve()
+    clients = [Trained(folder, servers, rank, 2, in_flight="abort") for rank in (0, 1)]
+
+    def update(version: int) -> None:
+        for client in clients:  # phase by phase, like the ranks of a job
+            client.backend.begin()
+        for client in clients:
+            for name, tensor in client.buckets[0].items():
+                tensor.copy_(client.value(name, version))
+            client.backend.send(0, [], version)
+            client.backend.finish(version)
+
+    update(0)
+    servers[1].hold()
+    servers[0].stop()
+    engine = clients[0].engine
+    engine.submit(dict(enumerate(asked(3))), PARAMS)
+    while len(servers[1].waiting) < 3:
+        assert engine.poll(0.05) == []
+    update(1)
+    servers[1].release()
+    responses: dict[int, TokenData] = {}
+    while engine.running:
+        responses |= dict(engine.poll(5.0))
+    for data in responses.values():
+        assert data.policy_versions.tolist() == [0, 0] + [1] * (data.num_tokens - 2)
+        assert data.finish_reason != "abort" and data.num_tokens > 2
     for client in clients:
         client.engine.stop()
 

@@ -469,7 +469,11 @@ def test_only_an_engine_that_was_started_again_is_sent_its_requests_again(tmp_pa
     engine.submit({5: GenerationRequest((7, 8), 5)}, SamplingParams(20))
     engine.end_update(2)
     assert sent == [5]
+    engine._failure = EngineFailure("a bad answer")
+    with pytest.raises(EngineFailure, match="a bad answer"):  # so that the update restarts it
+        engine.begin_update()
     engine.restart()
+    engine.begin_update()
     engine.end_update(2)
     assert sent == [5, 5]
     engine.end_update(3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import resource
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -77,14 +78,6 @@ class FullServer(Server):
                     names |= {name: str(float(t.double().sum())) for name, t in self.weights.items()}
                 return web.json_response({"success": True, "message": "", "ranks": [{"checksums": names}]})
         return await super().answer(request, path, body)
-
-    def adopt(self, tensors: dict[str, torch.Tensor], body: dict[str, Any]) -> web.Response:
-        for name, tensor in tensors.items():
-            self.weights[name].detach().copy_(tensor)
-        self.model_info["weight_version"] = body["weight_version"]
-        if body["flush_cache"]:
-            self.engine.end_update(0)
-        return self.done(True, "")
 
     def load_delta(self, body: dict[str, Any]) -> web.Response:
         import json
@@ -351,6 +344,17 @@ def test_a_folder_that_cannot_be_written_is_named(connect: Any, tmp_path: Path) 
     client = connect("disk", weights=WeightsConfig(backend="disk", folder=tmp_path / "file" / "x"))
     with pytest.raises(TransferError, match=r"^rollout\.weights\.folder: .* cannot be written: Not a dir"):
         client.update(0)
+
+
+def test_a_full_disk_is_named(connect: Any, tmp_path: Path) -> None:
+    client = connect("disk", weights=WeightsConfig(backend="disk", folder=tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(TransferError, match=r"^rollout\.weights\.folder: .*: .* File too large"):
+            client.update(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_servers_with_different_weights_are_found(servers: list[FullServer], connect: Any) -> None:

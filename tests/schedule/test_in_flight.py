@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from megarl.rollout import messages as m
 from megarl.schedule import ahead
-from megarl.schedule.in_flight import InFlightGeneration
+from megarl.schedule.in_flight import InFlightGeneration, InFlightRank
 from megarl.sync.transfer import TransferStats
 from tests.chaos.harness import Job, in_flight_keys, make_config, prepare
 
@@ -49,6 +50,27 @@ def test_trainers_join_a_transfer_when_the_engines_do(monkeypatch: pytest.Monkey
     generation = InFlightGeneration(config, runtime, SimpleNamespace(sync=sync))  # type: ignore[arg-type]
     generation.publish(3)
     assert log == ["TransferWeights", *["wait"] * 5, "sync"]
+
+
+def test_a_batch_older_than_a_lowered_bound_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is trained on: its prompts are in no other batch."""
+    monkeypatch.setattr(ahead, "run_on_rank_0", lambda ranks, copy: copy())
+    folder = tmp_path / "checkpoint" / "step-000005"
+    folder.mkdir(parents=True)
+    state = {"stats": {f"staleness/share_{n}": 0.25 for n in (0, 2, 10)}, "errors": {}}
+    text = json.dumps({"files": {}, "state": state})
+    (folder / "manifest.json").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    rank: Any = InFlightRank.__new__(InFlightRank)
+    rank.runtime = SimpleNamespace(engines=ALONE)
+    for bound, events in ((10, 0), (9, 1)):
+        schedule = SimpleNamespace(max_staleness=bound)
+        rank.config = SimpleNamespace(run_dir=tmp_path / f"run-{bound}", schedule=schedule)
+        stored = rank._reuse(folder, 5)
+        assert (rank.config.run_dir / "rollouts" / "step-000005" / "manifest.json").exists()
+        assert len(stored.events) == events
+    assert stored.events[0].startswith("step 5 trains on tokens up to 10 versions old")
 
 
 @pytest.mark.slow

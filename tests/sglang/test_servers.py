@@ -112,13 +112,14 @@ class Client:
     def __init__(self, server: Server, *, in_flight: Any = "none", **rollout: Any) -> None:
         self.folder = server.folder
         keys = {"max_response_tokens": 60, "engine_timeout": 120.0, "transfer_bucket": 1, **rollout}
+        keys.setdefault("urls", (server.url,))
         self.config = Config(
             recipe="dapo",
             run_dir=server.folder / "run",
             steps=4,
             model=ModelConfig(path=server.folder, dtype="fp32"),
             data=DataConfig(max_prompt_tokens=32),
-            rollout=RolloutConfig(engine="sglang_url", urls=(server.url,), **keys),
+            rollout=RolloutConfig(engine="sglang_url", **keys),
             schedule=ScheduleConfig(in_flight=in_flight),
         )
         self.hf = read_config(server.folder)
@@ -239,6 +240,47 @@ def test_weights_change_while_responses_run(server: Server, mode: str) -> None:
     assert any(len(set(one.policy_versions.tolist())) > 1 for one in responses)
     assert all(one.policy_versions.tolist() == sorted(one.policy_versions) for one in responses)
     client.engine.stop()
+
+
+def test_a_server_is_killed_and_comes_back_while_responses_run(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    """The other server answers its requests. When it is back it gets the weights, and then requests."""
+    other = Server(folder, tmp_path / "log")
+    try:
+        other.start()
+        client = Client(server, in_flight="retract", urls=(server.url, other.url))
+        client.start()
+        scales, killed = {0: 1.0, 1: 1.5, 2: 0.8}, client.engine.pool.own[1]
+        asked = [GenerationRequest((3 + i, 9, 4), i, max_tokens=60 + 20 * (i % 8)) for i in range(40)]
+        answers: dict[int, TokenData] = {}
+
+        def submit(first: int, last: int) -> None:
+            client.engine.submit({i: asked[i] for i in range(first, last)}, SamplingParams(400))
+
+        client.update(0, scales[0])
+        submit(0, 24)
+        while len(answers) < 4:
+            answers |= dict(client.engine.poll(60.0))
+        assert killed.running
+        other.kill()
+        client.update(1, scales[1])
+        while client.engine.running:
+            answers |= dict(client.engine.poll(60.0))
+        notes = client.engine.take_notes()
+        assert notes and all(note.startswith(f"rollout server {other.url} is left out: ") for note in notes)
+        other.start()
+        submit(24, 32)
+        client.update(2, scales[2])
+        assert client.engine.take_notes() == [f"rollout server {other.url} is back, and gets the weights"]
+        submit(32, 40)
+        assert killed.running
+        while client.engine.running:
+            answers |= dict(client.engine.poll(60.0))
+        client.check_versions(asked, [answers[i] for i in range(40)], scales)
+        client.engine.stop()
+    finally:
+        other.kill()
 
 
 def test_keep_needs_a_server_without_the_overlap_scheduler(

@@ -79,16 +79,29 @@ class SGLangRequests(RolloutEngine):
     def running(self) -> int:
         return len(self._outstanding)
 
+    def refuse_after_failure(self) -> None:
+        """Raise a failure that no restart has followed, so that an update restarts the engine."""
+        if self._failure is not None:
+            raise self._failure
+
     def _token_data(
-        self, request: GenerationRequest, answer: Any, params: SamplingParams, *, names: str = ""
+        self,
+        request: GenerationRequest,
+        answer: Any,
+        params: SamplingParams,
+        *,
+        names: str = "",
+        oldest: int = 0,
     ) -> TokenData:
         """Return the request's prefix and SGLang's answer, or raise EngineFailure.
 
         Args:
             answer: (tokens, log-probs, finish reason, versions, experts in base64, sampling sets, drafts), or
                 an error. versions: a pair for each run of tokens that one version sampled: its name and the
-                end. drafts: accepted tokens of a draft model, and passes that verified them
+                end; the last version's name if SGLang reports no more. drafts: accepted tokens of a draft
+                model, and passes that verified them
             names: what versions' names have before the number
+            oldest: version of all servers when the request was sent
         """
         if isinstance(answer, str):
             raise EngineFailure(f"SGLang: generate: {answer}")
@@ -96,7 +109,7 @@ class SGLangRequests(RolloutEngine):
         prefix = request.prefix or TokenData()
         count, vocab = len(tokens), self.hf_config["vocab_size"]
         is_known_finish = finish in ("stop", "length", "abort")
-        experts, (new_versions, problem) = None, self._read_versions(named_versions, count, names)
+        experts, (new_versions, problem) = None, self._read_versions(named_versions, count, names, oldest)
         if problem:
             raise EngineFailure(f"SGLang answered {problem}")
         if not is_known_finish or len(logprobs) != count or (not tokens and finish != "abort"):
@@ -129,16 +142,25 @@ class SGLangRequests(RolloutEngine):
         )
 
     def _read_versions(
-        self, named_versions: Sequence[tuple[str, int]], count: int, names: str
+        self, named_versions: str | Sequence[tuple[str, int]], count: int, names: str, oldest: int
     ) -> tuple[list[int], str]:
         """Return the version of each new token, and a problem or "".
 
-        Without updates in flight there is only the present version."""
+        Without updates in flight there is only the present version. Else raises ConfigError if SGLang does
+        not report each token's version."""
         versions: list[int] = []
+        if not count:
+            return versions, ""
+        if isinstance(named_versions, str):
+            if self.pause_mode is not None:
+                problem = f"this SGLang does not report each token's version (update it to {OLDEST} or later"
+                raise ConfigError(f"schedule.in_flight: {problem}, or set it to none)")
+            named_versions = [(named_versions, count)]
+        oldest = self.weight_version if self.pause_mode is None else oldest
         for name, end in named_versions:
             number = name.removeprefix(names)
-            is_known = name.startswith(names) and number.isdecimal() and int(number) <= self.weight_version
-            if not is_known or (self.pause_mode is None and int(number) != self.weight_version):
+            is_number = name.startswith(names) and number.isdecimal()
+            if not is_number or not oldest <= int(number) <= self.weight_version:
                 return [], f"with weights of version {name}, not {names}{self.weight_version}"
             versions += [int(number)] * (min(end, count) - len(versions))
         if len(versions) != count or versions != sorted(versions):
@@ -375,6 +397,7 @@ class SGLangEngine(SGLangRequests):
             self.process.call(name, *arguments)
 
     def begin_update(self) -> None:
+        self.refuse_after_failure()
         self._has_weights = False
         self._call("begin", self.pause_mode)
 
@@ -406,8 +429,7 @@ class SGLangEngine(SGLangRequests):
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         if not self._outstanding:
             return []
-        if self._failure is not None:
-            raise self._failure
+        self.refuse_after_failure()
         assert self.process is not None
         responses = []
         for number, answer in self.process.poll(seconds):

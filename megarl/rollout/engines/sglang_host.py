@@ -260,8 +260,7 @@ class Host:
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
             tokens, finish = answer["output_ids"], meta["finish_reason"]["type"]
             spans = meta.get("weight_versions") or ()  # older SGLangs have none
-            versions = [(span["version"], span["end"]) for span in spans]
-            versions = versions or [(meta["weight_version"], len(tokens))]
+            versions = [(span["version"], span["end"]) for span in spans] or meta["weight_version"]
             sets = meta.get("output_token_sampling_mask")
             drafts = meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)
             result: Any = (tokens, logprobs, finish, versions, meta.get("routed_experts"), sets, drafts)

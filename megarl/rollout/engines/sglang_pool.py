@@ -67,8 +67,10 @@ class ServerPool:
         self.own = [server for server in servers if server.url in own_urls]
         self.others = [server for server in servers if server.url not in own_urls]
         self.router = Server(rollout.router) if rollout.router and own_urls else None
-        # Part of version names, as other runs may replace the weights.
-        self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
+        # Part of version names, as other runs may replace the weights. Containers may have equal paths.
+        run_dir = config.run_dir.absolute()
+        inode = run_dir.stat().st_ino if run_dir.exists() else 0
+        self.run = hashlib.sha256(f"{run_dir} {inode}".encode()).hexdigest()[:8]
         self.pause_mode = PAUSE_MODES[config.schedule.in_flight]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
@@ -134,7 +136,7 @@ class ServerPool:
         path, last_heard = "/health" if server is self.router else "/health_generate", time.monotonic()
         while True:
             await asyncio.sleep(PULSE)
-            if server.running:
+            if server.running and not server.loading:  # a paused server generates nothing
                 try:
                     await self.ask(server, path, self.question, type(None))
                 except Unanswered as problem:
@@ -145,22 +147,35 @@ class ServerPool:
                     return
             last_heard = time.monotonic()
 
-    async def begin_update(self, server: Server) -> None:
-        limit, server.loading = self.limit, True
+    async def begin_update(self) -> None:
+        """Begin an update of this client's servers. None is paused while another is awaited."""
+        await gather(self._identify(server) for server in self.own)
+        await gather(self._pause(server) for server in self.updating_servers)
+
+    async def _identify(self, server: Server) -> None:
+        server.loading = True
         # A restarted server may have another model.
-        server.is_known = is_known = server.usable and await self.is_current(server)
+        server.is_known = server.usable and await self.is_current(server)
         try:
-            if not is_known:
+            if not server.is_known:
                 server.tp = (await identify(self.session, server.url, self.config, self.hf_config)).tp_size
-            # No request may be answered by partly updated weights.
-            mode = self.pause_mode if is_known and self.pause_mode else "abort"
-            await self.ask(server, "/pause_generation", limit, type(None), {"mode": mode})
-            if self.has_sessions:
-                await self._open_session(server)
         except (Unanswered, ConfigError) as problem:
             self.leave_out(server, str(problem))
+
+    async def _pause(self, server: Server) -> None:
+        """Pause a server, as no request may be answered by partly updated weights."""
+        mode = self.pause_mode if server.is_known and self.pause_mode else "abort"
+        # Also a server that fails within a bucket must not answer under the old version.
+        body = {"new_version": self.name_version("updating"), "abort_all_requests": False}
+        try:
+            await self.ask(server, "/pause_generation", self.limit, type(None), {"mode": mode})
+            await self.command(server, "/update_weight_version", self.limit, body)
+            if self.has_sessions:
+                await self._open_session(server)
+        except Unanswered as problem:
+            self.leave_out(server, str(problem))
             return
-        if not is_known and (server.usable or server.why):
+        if not server.is_known and (server.usable or server.why):
             self.notes.append(f"rollout server {server.url} is back, and gets the weights")
 
     async def _open_session(self, server: Server) -> None:
@@ -181,8 +196,7 @@ class ServerPool:
         """Return the options of a bucket. version: only with the update's last bucket"""
         # A flush needs a server without running requests.
         is_flushed = version is not None and self.pause_mode != "in_place"
-        # A half-updated server must not answer under the old version.
-        name = self.name_version("updating" if version is None else version)
+        name = None if version is None else self.name_version(version)
         return {"flush_cache": is_flushed, "weight_version": name}
 
     async def read_checksums(self, skip: Sequence[str]) -> dict[str, list[dict[str, str]]]:

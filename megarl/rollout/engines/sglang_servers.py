@@ -137,9 +137,10 @@ class SGLangServers(SGLangRequests):
         return notes
 
     def begin_update(self) -> None:
+        self.refuse_after_failure()
         self._has_weights = False
         if self.pool.own:
-            self._do(gather(self.pool.begin_update(server) for server in self.pool.own))
+            self._do(self.pool.begin_update())
 
     @property
     def has_sessions(self) -> bool:
@@ -256,7 +257,7 @@ class SGLangServers(SGLangRequests):
         if self.pause_mode == "in_place":  # else prefixes of older weights would match
             body["cache_salt"] = self.pool.version_name
         assert server.gone is not None
-        limit = self.pool.limit + TOKEN * max_new_tokens
+        oldest, limit = self.weight_version, self.pool.limit + TOKEN * max_new_tokens
         answer_future = asyncio.ensure_future(self.pool.ask(server, "/generate", limit, Generated, body))
         server.running.add(rid)
         try:
@@ -273,14 +274,13 @@ class SGLangServers(SGLangRequests):
         if params.sampling_sets:
             logprobs, sets = meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
         finish = str(meta.finish_reason.get("type"))
-        is_updating = self.pause_mode == "abort" and (server.loading or server is self.pool.router)
+        is_updating = self.pause_mode == "abort" and (server.loading or server not in self.pool.own)
         if finish == "abort" and not self._aborting and not is_updating:
             raise Unanswered(f"/generate was aborted there: {meta.finish_reason.get('message')}")
         tokens = response.output_ids
         versions = [(span.version, span.end) for span in meta.weight_versions]
-        versions = versions or [(meta.weight_version, len(tokens))]
-        answer = tokens, logprobs, finish, versions, None, sets, (0, 0)
-        return self._token_data(request, answer, params, names=self.pool.name_version(""))
+        answer = tokens, logprobs, finish, versions or meta.weight_version, None, sets, (0, 0)
+        return self._token_data(request, answer, params, names=self.pool.name_version(""), oldest=oldest)
 
     def poll(self, seconds: float) -> list[tuple[int, TokenData]]:
         """See RolloutEngine. Raises EngineError if a server refuses a request."""
@@ -301,8 +301,8 @@ class SGLangServers(SGLangRequests):
             else:
                 responses.append((number, task.result()))
                 del self._tasks[number], self._outstanding[number]
-        if self._failure is not None and not responses:
-            raise self._failure
+        if not responses:
+            self.refuse_after_failure()
         return responses
 
     def abort(self) -> list[tuple[int, TokenData]]:

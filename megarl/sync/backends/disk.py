@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -59,7 +60,10 @@ class DiskBackend(ServersBackend):
             folder.mkdir(parents=True)
             shutil.copyfile(self.config.model.path / "config.json", folder / "config.json")
         path = folder / f"model-{bucket:05}.safetensors"
-        save_file({name: tensor.detach().cpu() for name, tensor in self.buckets[bucket].items()}, path)
+        try:
+            save_file({name: tensor.detach().cpu() for name, tensor in self.buckets[bucket].items()}, path)
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(str(error)) from error
         fsync(path)
         self.bytes_sent += path.stat().st_size
 
