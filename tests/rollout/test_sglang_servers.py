@@ -37,6 +37,7 @@ from megarl.plan.text import lines
 from megarl.plan.times import default_lengths, estimate, rollout_seconds
 from megarl.rollout.engines import sglang_pool, sglang_servers
 from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.engines.sglang_pool import ServerPool
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import SamplingParams
 from megarl.sync.backends.http import HttpBackend
@@ -110,7 +111,7 @@ class Trained:
     def __init__(self, folder: Path, servers: list[Server], rank: int = 0, ranks: int = 1, **rollout: Any):
         self.config = configured(folder, servers, **rollout)
         hf = read_config(folder)
-        self.engine = SGLangServers(self.config, hf, rank, ranks, (1,))
+        self.engine = SGLangServers(ServerPool(self.config, hf, rank, ranks, "start"), (1,))
         self.plan = Plan((), {}, dict(engine_targets(self.config, hf, ranks)))
         self.weights = load_file(folder / "model.safetensors")
         self.reference = make_engine(folder)
@@ -220,7 +221,7 @@ def test_a_routers_bias_goes_in_float32(tmp_path: Path) -> None:
     config = configured(folder, [server])
     config = config.model_copy(update={"model": ModelConfig(path=folder, dtype="bf16")})
     plan = engine_plan(config, read_config(folder), Layout())
-    engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
+    engine = SGLangServers(ServerPool(config, read_config(folder), 0, 1, "start"), (1,))
     backend = HttpBackend(config, 0, torch.device("cpu"), torch.bfloat16)
     parts = [plan.part(part) for part in backend.split(plan)]
     [bucket] = backend.connect(engine, parts, Staging(torch.device("cpu")))
@@ -292,6 +293,19 @@ def test_answers_of_other_weights_are_not_taken(serve, train) -> None:
     client.check(asked(), client.engine.generate(asked(), PARAMS))
     (note,) = client.engine.take_notes()
     assert "with weights of version default, not megarl-" in note
+
+
+def test_an_earlier_starts_version_is_another(serve, train) -> None:
+    """A run that continues reaches a number again. A server may still have the lost step's weights."""
+    servers = serve()
+    client = train(servers)
+    lost_step = client.engine.name_version(0)
+    client.engine.pool.start = "again"
+    client.update(0)
+    servers[1].model_info["weight_version"] = lost_step
+    client.check(asked(), client.engine.generate(asked(), PARAMS))
+    (note,) = client.engine.take_notes()
+    assert f"with weights of version {lost_step}, not megarl-" in note
 
 
 def test_one_that_was_started_anew_between_two_updates_is_looked_at(serve, train) -> None:
@@ -396,7 +410,7 @@ def test_a_start_has_a_limit(serve, folder: Path) -> None:
     servers = serve(1)
     servers[0].stop()
     config = configured(folder, servers, engine_start_timeout=0.1)
-    engine = SGLangServers(config, read_config(folder), 0, 1, (1,))
+    engine = SGLangServers(ServerPool(config, read_config(folder), 0, 1, "start"), (1,))
     engine.start()
     with pytest.raises(EngineFailure, match=r"no server for 0.1 s: http://127.0.0.1:.*/model_info"):
         while not engine.ready(0.1):

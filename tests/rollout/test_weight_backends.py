@@ -23,6 +23,7 @@ from megarl.config import load_config
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, EngineFailure, TransferError
 from megarl.config.schema.rollout import WeightsConfig
+from megarl.rollout.engines.sglang_pool import ServerPool
 from megarl.rollout.engines.sglang_servers import SGLangServers
 from megarl.sync.backends import BACKENDS
 from megarl.sync.delta import LOADER, REPORT, Receiver
@@ -154,7 +155,7 @@ class Client:
         config = configured(folder, list(servers), **keys)
         self.config = config.model_copy(update={"run_dir": run_dir})
         hf = read_config(folder)
-        self.engine = SGLangServers(self.config, hf, 0, 1, (1,))
+        self.engine = SGLangServers(ServerPool(self.config, hf, 0, 1, "start"), (1,))
         plan = Plan((), {}, dict(engine_targets(self.config, hf, 1)))
         backend_class = BACKENDS[self.config.rollout.weight_backend]
         self.backend = backend_class(self.config, 0, torch.device("cpu"), torch.float32)

@@ -23,6 +23,7 @@ from megarl.config.errors import ConfigError, EngineFailure
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, ScheduleConfig
 from megarl.data.sample import TokenData
 from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.engines.sglang_pool import ServerPool
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import SamplingParams
 from megarl.sync.backends.http import HttpBackend
@@ -123,7 +124,7 @@ class Client:
             schedule=ScheduleConfig(in_flight=in_flight),
         )
         self.hf = read_config(server.folder)
-        self.engine = SGLangServers(self.config, self.hf, 0, 1, (1,))
+        self.engine = SGLangServers(ServerPool(self.config, self.hf, 0, 1, "start"), (1,))
         plan = Plan((), {}, dict(engine_targets(self.config, self.hf, 1)))
         names = list(plan.targets[0])
         self.parts = [plan.part(names[:7]), plan.part(names[7:])]

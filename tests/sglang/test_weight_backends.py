@@ -14,6 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megarl.config.schema.rollout import WeightsConfig
 from megarl.rollout.engines.base import GenerationRequest
+from megarl.rollout.engines.sglang_pool import ServerPool
 from megarl.rollout.engines.sglang_servers import SGLangServers, check_servers
 from megarl.rollout.sampling import SamplingParams
 from megarl.sync.backends import BACKENDS
@@ -67,7 +68,7 @@ class Client:
         )
         hf = read_config(folder)
         check_servers(self.config, hf, 1)
-        self.engine = SGLangServers(self.config, hf, 0, 1, (1,))
+        self.engine = SGLangServers(ServerPool(self.config, hf, 0, 1, "start"), (1,))
         plan = Plan((), {}, dict(engine_targets(self.config, hf, 1)))
         names = list(plan.targets[0])
         parts = [plan.part(names[:7]), plan.part(names[7:])]

@@ -54,23 +54,24 @@ class ServerPool:
     others      servers that other clients update; used if no own one is usable
     limit       timeout of a slow call, seconds
     question    timeout of a quick call, seconds
+    run, start  names of the run and of this start of it
     pause_mode  how an update pauses running requests (PAUSE_MODES)
     """
 
     session: aiohttp.ClientSession  # set by the client's start
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int) -> None:
-        self.config, self.hf_config = config, hf_config
+    def __init__(
+        self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int, start: str
+    ) -> None:
+        self.config, self.hf_config, self.rank = config, hf_config, rank
         rollout, tp = config.rollout, config.rollout.engine_tp
         own_urls = set(rollout.urls[rank // tp :: ranks // tp]) if rank % tp == 0 else set[str]()
         servers = [Server(url) for url in rollout.urls] if own_urls else []
         self.own = [server for server in servers if server.url in own_urls]
         self.others = [server for server in servers if server.url not in own_urls]
         self.router = Server(rollout.router) if rollout.router and own_urls else None
-        # Part of version names, as other runs may replace the weights. Containers may have equal paths.
-        run_dir = config.run_dir.absolute()
-        inode = run_dir.stat().st_ino if run_dir.exists() else 0
-        self.run = hashlib.sha256(f"{run_dir} {inode}".encode()).hexdigest()[:8]
+        self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
+        self.start = start
         self.pause_mode = PAUSE_MODES[config.schedule.in_flight]
         self.limit, self.question = rollout.engine_timeout, min(QUESTION, rollout.engine_timeout)
         self.version_name = ""  # of the present weights
@@ -214,7 +215,8 @@ class ServerPool:
         return checksums_by_url
 
     def name_version(self, version: int | str) -> str:
-        return f"megarl-{self.run}-{version}"
+        """Return a name that only this start of this run gives: others may replace the weights."""
+        return f"megarl-{self.run}-{self.start}-{version}"
 
     async def end_update(self, version: int) -> None:
         """Finish the update, and open the servers that have all weights. Raises EngineFailure if none has."""

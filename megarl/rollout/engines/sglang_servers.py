@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import queue
+import secrets
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from megarl.config.errors import EngineError, EngineFailure
 from megarl.config.schema import Config
 from megarl.data.response_text import end_tokens
 from megarl.data.sample import TokenData
+from megarl.parallel.comm import broadcast_from_rank_0
 from megarl.parallel.runtime import Runtime
 from megarl.rollout.engines.base import GenerationRequest
 from megarl.rollout.engines.sglang import SGLangRequests, end_at_limit
@@ -47,7 +49,9 @@ class SGLangServers(SGLangRequests):
     @classmethod
     def build(cls, config: Config, tokenizer: Any, runtime: Runtime) -> SGLangServers:
         rank, ranks = runtime.rank - runtime.first_engine, runtime.rollout_ranks or runtime.world
-        return cls(config, read_config(config.model.path), rank, ranks, end_tokens(tokenizer))
+        start = broadcast_from_rank_0(runtime.engines, secrets.token_hex(4), str)
+        hf_config = read_config(config.model.path)
+        return cls(ServerPool(config, hf_config, rank, ranks, start), end_tokens(tokenizer))
 
     @classmethod
     def check_engines(
@@ -55,11 +59,9 @@ class SGLangServers(SGLangRequests):
     ) -> None:
         check_servers(config, hf_config, engines)
 
-    def __init__(
-        self, config: Config, hf_config: Mapping[str, Any], rank: int, ranks: int, eos_ids: Sequence[int]
-    ) -> None:
-        super().__init__(config, hf_config, eos_ids)
-        self.rank, self.pool = rank, ServerPool(config, hf_config, rank, ranks)
+    def __init__(self, pool: ServerPool, eos_ids: Sequence[int]) -> None:
+        super().__init__(pool.config, pool.hf_config, eos_ids)
+        self.pool = pool
         self._tasks: dict[int, asyncio.Task[TokenData]] = {}
         self._ended: queue.SimpleQueue[tuple[int, asyncio.Task[TokenData]]] = queue.SimpleQueue()
         self._count = itertools.count()
@@ -237,7 +239,7 @@ class SGLangServers(SGLangRequests):
 
     async def _answer(self, server: Server, request: GenerationRequest, params: SamplingParams) -> TokenData:
         max_new_tokens = request.left(params)
-        rid = f"megarl-{self.pool.run}-{self.rank}-{next(self._count)}"
+        rid = f"megarl-{self.pool.run}-{self.pool.rank}-{next(self._count)}"
         body = {
             "rid": rid,
             "input_ids": request.context,
