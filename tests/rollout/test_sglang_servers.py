@@ -610,9 +610,9 @@ def test_ranks_share_clients_and_clients_share_out_servers(serve, folder: Path) 
     clients = [Trained(folder, servers, rank, 4, engine_tp=2) for rank in (0, 2, 1)]
     first, second, idle = clients
     urls = [server.url for server in servers]
-    assert [server.url for server in first.engine.pool.own] == [urls[0], urls[2]]
-    assert [server.url for server in second.engine.pool.own] == [urls[1]]
-    assert idle.engine.pool.own == [] and idle.buckets == [{}]
+    assert [server.url for server in first.engine.pool.own_servers] == [urls[0], urls[2]]
+    assert [server.url for server in second.engine.pool.own_servers] == [urls[1]]
+    assert idle.engine.pool.own_servers == [] and idle.buckets == [{}]
     assert sum(tensor.nbytes for tensor in idle.buckets[0].values()) == 0
     for client in clients:  # phase by phase, like the ranks of a job
         client.backend.begin()

@@ -252,7 +252,7 @@ def test_a_server_is_killed_and_comes_back_while_responses_run(
         other.start()
         client = Client(server, in_flight="retract", urls=(server.url, other.url))
         client.start()
-        scales, killed = {0: 1.0, 1: 1.5, 2: 0.8}, client.engine.pool.own[1]
+        scales, killed = {0: 1.0, 1: 1.5, 2: 0.8}, client.engine.pool.own_servers[1]
         asked = [GenerationRequest((3 + i, 9, 4), i, max_tokens=60 + 20 * (i % 8)) for i in range(40)]
         answers: dict[int, TokenData] = {}
 

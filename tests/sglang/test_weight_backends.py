@@ -95,7 +95,7 @@ class Client:
 
     def read_weights(self, server: Server) -> list[dict[str, str]]:
         """Return SGLang's checksums of all its parameters."""
-        usable = [one for one in self.engine.pool.own if one.usable]
+        usable = [one for one in self.engine.pool.own_servers if one.usable]
         for one in usable:
             one.loading = True
         ranks = self.engine.read_checksums(["rotary_emb"])[server.url]

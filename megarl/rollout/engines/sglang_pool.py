@@ -50,12 +50,12 @@ class Server:
 class ServerPool:
     """A client's servers.
 
-    own         servers that this client updates
-    others      servers that other clients update; used if no own one is usable
-    limit       timeout of a slow call, seconds
-    question    timeout of a quick call, seconds
-    run, start  names of the run and of this start of it
-    pause_mode  how an update pauses running requests (PAUSE_MODES)
+    own_servers    servers that this client updates
+    other_servers  servers that other clients update; used if none of its own is usable
+    limit          timeout of a slow call, seconds
+    question       timeout of a quick call, seconds
+    run, start     names of the run and of this start of it
+    pause_mode     how an update pauses running requests (PAUSE_MODES)
     """
 
     session: aiohttp.ClientSession  # set by the client's start
@@ -67,8 +67,8 @@ class ServerPool:
         rollout, tp = config.rollout, config.rollout.engine_tp
         own_urls = set(rollout.urls[rank // tp :: ranks // tp]) if rank % tp == 0 else set[str]()
         servers = [Server(url) for url in rollout.urls] if own_urls else []
-        self.own = [server for server in servers if server.url in own_urls]
-        self.others = [server for server in servers if server.url not in own_urls]
+        self.own_servers = [server for server in servers if server.url in own_urls]
+        self.other_servers = [server for server in servers if server.url not in own_urls]
         self.router = Server(rollout.router) if rollout.router and own_urls else None
         self.run = hashlib.sha256(str(config.run_dir.absolute()).encode()).hexdigest()[:8]
         self.start = start
@@ -80,7 +80,7 @@ class ServerPool:
 
     @property
     def servers(self) -> Sequence[Server]:
-        return (*self.own, *self.others, *([self.router] if self.router else ()))
+        return (*self.own_servers, *self.other_servers, *([self.router] if self.router else ()))
 
     async def ask(self, server: Server, path: str, limit: float, kind: type[T], body: Any = None) -> T:
         return await call(self.session, server.url + path, limit, kind, body)
@@ -109,7 +109,7 @@ class ServerPool:
         """Return the router or the least busy server. Raises EngineFailure without any."""
         if not direct and self.router and self.router.usable:
             return self.router
-        for servers in (self.own, self.others):
+        for servers in (self.own_servers, self.other_servers):
             if usable_servers := [server for server in servers if server.usable]:
                 return min(usable_servers, key=lambda server: len(server.running))
         raise EngineFailure(f"rollout.urls: none of {len(self.config.rollout.urls)} servers is left")
@@ -150,7 +150,7 @@ class ServerPool:
 
     async def begin_update(self) -> None:
         """Begin an update of this client's servers. None is paused while another is awaited."""
-        await gather(self._identify(server) for server in self.own)
+        await gather(self._identify(server) for server in self.own_servers)
         await gather(self._pause(server) for server in self.updating_servers)
 
     async def _identify(self, server: Server) -> None:
@@ -191,7 +191,7 @@ class ServerPool:
 
     @property
     def updating_servers(self) -> list[Server]:
-        return [server for server in self.own if server.loading]
+        return [server for server in self.own_servers if server.loading]
 
     def update_options(self, version: int | None) -> dict[str, Any]:
         """Return the options of a bucket. version: only with the update's last bucket"""
@@ -221,9 +221,9 @@ class ServerPool:
     async def end_update(self, version: int) -> None:
         """Finish the update, and open the servers that have all weights. Raises EngineFailure if none has."""
         self.version_name = self.name_version(version)
-        await gather(self._finish(server) for server in self.own if server.loading)
+        await gather(self._finish(server) for server in self.own_servers if server.loading)
         # Other clients update these at the same time. The version in each answer shows whether they did.
-        for server in (*self.others, *([self.router] if self.router else ())):
+        for server in (*self.other_servers, *([self.router] if self.router else ())):
             self._reopen(server)
         self.choose(direct=True)
 

@@ -70,13 +70,13 @@ class SGLangServers(SGLangRequests):
 
     def start(self) -> None:
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
-        if not self.pool.own or self._loop is not None:
+        if not self.pool.own_servers or self._loop is not None:
             return
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang servers", daemon=True)
         self._thread.start()
         # Each running request has a connection.
-        self._room = asyncio.Semaphore(self.config.rollout.max_batch * len(self.pool.own))
+        self._room = asyncio.Semaphore(self.config.rollout.max_batch * len(self.pool.own_servers))
         self.pool.session = self._do(open_session())
 
     def _do(self, job: Coroutine[Any, Any, T]) -> T:
@@ -86,8 +86,8 @@ class SGLangServers(SGLangRequests):
     def ready(self, seconds: float) -> bool:
         """Return whether a server answers. Raises EngineFailure after `engine_start_timeout`."""
         end_time = time.monotonic() + seconds
-        while self.pool.own:
-            servers = (*self.pool.own, *self.pool.others)
+        while self.pool.own_servers:
+            servers = (*self.pool.own_servers, *self.pool.other_servers)
             problems = self._do(gather(self.pool.problem(server) for server in servers))
             if any(problem is None for problem in problems):
                 break
@@ -104,7 +104,7 @@ class SGLangServers(SGLangRequests):
     def restart(self) -> None:
         self._has_weights, self._failure, self.weight_version = False, None, -1
         self._deadline = time.monotonic() + self.config.rollout.engine_start_timeout
-        if self.pool.own:
+        if self.pool.own_servers:
             self._do(self._forget("it is tried again"))
 
     async def _forget(self, why: str) -> None:
@@ -119,7 +119,7 @@ class SGLangServers(SGLangRequests):
         """Close the client. Servers stay up; after a partial update they generate with mixed weights."""
         if self._loop is None:
             return
-        loading_servers = [server for server in self.pool.own if server.loading]
+        loading_servers = [server for server in self.pool.own_servers if server.loading]
         self._do(self._forget("the run has ended"))
         for server, path in itertools.product(
             loading_servers, ("/end_weight_update", "/continue_generation")
@@ -141,7 +141,7 @@ class SGLangServers(SGLangRequests):
     def begin_update(self) -> None:
         self.refuse_after_failure()
         self._has_weights = False
-        if self.pool.own:
+        if self.pool.own_servers:
             self._do(self.pool.begin_update())
 
     @property
@@ -175,13 +175,13 @@ class SGLangServers(SGLangRequests):
                 self.pool.command(server, path, self.pool.limit, encoded[id(body_by_url[server.url])]),
                 self._loop,
             )
-            for server in self.pool.own
+            for server in self.pool.own_servers
             if server.url in body_by_url
         }
 
     def leave_out(self, url: str, why: str) -> None:
         async def leave_out() -> None:
-            for server in self.pool.own:
+            for server in self.pool.own_servers:
                 if server.url == url:
                     self.pool.leave_out(server, why)
 
@@ -193,7 +193,7 @@ class SGLangServers(SGLangRequests):
 
     def end_update(self, version: int) -> None:
         self.weight_version = version  # first, as answers may come at once
-        if self.pool.own:
+        if self.pool.own_servers:
             self._do(self.pool.end_update(version))
         self._has_weights = True
         lost = {number: one for number, one in self._outstanding.items() if number not in self._tasks}
@@ -276,7 +276,7 @@ class SGLangServers(SGLangRequests):
         if params.sampling_sets:
             logprobs, sets = meta.output_token_sampling_logprobs, meta.output_token_sampling_mask
         finish = str(meta.finish_reason.get("type"))
-        is_updating = self.pause_mode == "abort" and (server.loading or server not in self.pool.own)
+        is_updating = self.pause_mode == "abort" and (server.loading or server not in self.pool.own_servers)
         if finish == "abort" and not self._aborting and not is_updating:
             raise Unanswered(f"/generate was aborted there: {meta.finish_reason.get('message')}")
         tokens = response.output_ids
@@ -337,7 +337,7 @@ class SGLangServers(SGLangRequests):
                     break
                 calls = [(server, rid) for server in self.pool.servers for rid in server.running]
                 if self.pool.router:  # it does not forward aborts
-                    routed_servers = [s for s in (*self.pool.own, *self.pool.others) if s.usable]
+                    routed_servers = [server for server in self.pool.servers if server.usable]
                     calls += [(server, rid) for server in routed_servers for rid in self.pool.router.running]
                 await gather(abort(server, rid) for server, rid in calls if server is not self.pool.router)
                 await asyncio.wait(pending_tasks, timeout=0.5)
