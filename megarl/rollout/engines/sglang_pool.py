@@ -51,7 +51,7 @@ class ServerPool:
     """A client's servers.
 
     own_servers    servers that this client updates
-    other_servers  servers that other clients update; used if none of its own is usable
+    other_servers  servers that other clients update; used if own servers are unusable
     limit          timeout of a slow call, seconds
     question       timeout of a quick call, seconds
     run, start     names of the run and of this start of it
