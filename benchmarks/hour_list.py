@@ -116,14 +116,14 @@ def shared_gpu(given: Given, found: Found) -> None:
     environment = SHARED_GPU if given.has(CUDA) else {}
     launch: dict[str, Any] = {"limit": LAYOUT_LIMIT, "environment": environment}
     dense, experts = get_model(given, "random"), get_model(given, "mixture")
+    layouts = {"tp 2": LAYOUTS["tp 2"]} if given.tiny else LAYOUTS
     try:
         torchrun(given, 2, "rank_nccl", count=2**16, **launch)
     except SystemExit as error:
         found.notes.append(str(error))
         found.holds("two ranks exchange messages", False)
         return
-    # The tiny suite has the mixture alone: tests/cli/test_hour.py has layouts of a dense model.
-    ended = [] if given.tiny else compare_layouts(given, found, dense, LAYOUTS, **launch)
+    ended = compare_layouts(given, found, dense, layouts, **launch)
     ended += compare_layouts(given, found, experts, MIXTURE_LAYOUTS, **launch)
     for name in ended:
         sizes = (LAYOUTS | MIXTURE_LAYOUTS)[name]
