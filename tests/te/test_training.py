@@ -228,11 +228,10 @@ def test_runs_equal_those_of_portable_layers(recipe: str, ranks: Ranks, folder: 
     assert last["mismatch/logprob_abs_max"] <= 1e-4 and last["policy/grad_norm"] > 0
 
 
-def test_vapo_in_fp8(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
-    """Actor and critic in FP8 against an engine in bf16: trained, pretrained, within what FP8 differs by.
-
-    tests/te/test_hour.py trains with the recipe tensorwise."""
-    model = {"path": folder / "model", **fp8("delayed", recompute="full")}
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_vapo_in_fp8(recipe: str, ranks: Ranks, folder: Path, tmp_path: Path) -> None:
+    """Actor and critic in FP8 against an engine in bf16: trained, pretrained, within what FP8 differs by."""
+    model = {"path": folder / "model", **fp8(recipe, recompute="full")}
     shared = {
         "steps": 2,
         "model": model,
